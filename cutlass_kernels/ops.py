@@ -1,0 +1,501 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops as torch custom ops (namespace `prr`), with the checks at their door.
+
+Each op writes into buffers that the caller owns and returns nothing: a decode loop allocates once, a CUDA graph replays
+onto the same addresses, and a second stream never touches a temporary. `torch.compile` sees opaque, mutating ops. Any
+device without kernels of its own runs `reference`. Shapes, devices and dtypes are checked here and nowhere else.
+
+Shapes: B sequences, Hq query heads, H_kv KV heads, G = Hq / H_kv, D head size, T tokens a block, S slots, N blocks of
+capacity, K, P listed blocks. Integers are int32, scores and partials float32.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cutlass_kernels import reference
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_debug = False
+
+
+def debug(on: bool) -> None:
+    """Raise on block ids out of range (costs a host sync an op); without it they count as padding."""
+    global _debug
+    _debug = on
+
+
+class _Dims:
+    """Named sizes, bound at first use; a second use must agree."""
+
+    def __init__(self, op: str):
+        self.op = op
+        self.sizes: dict[str, tuple[int, str]] = {}
+        self.device: tuple[torch.device, str] | None = None
+
+    def __call__(self, name: str, x: Tensor | None, axes: str, *dtypes: torch.dtype) -> None:
+        """Check one tensor: `axes` names its sizes ("B H N D"), a digit is a literal size."""
+        if x is None:
+            return
+        names = axes.split()
+        if x.dim() != len(names):
+            raise ValueError(f"{self.op}: {name} has {x.dim()} axes {tuple(x.shape)}, expected [{', '.join(names)}]")
+        for axis, size in zip(names, x.shape, strict=True):
+            bound, owner = self.sizes.setdefault(axis, (size, name))
+            bound = int(axis) if axis.isdigit() else bound
+            if bound != size:
+                raise ValueError(
+                    f"{self.op}: {name} {tuple(x.shape)} has {axis} = {size}, {owner} has {axis} = {bound}"
+                )
+        if dtypes and x.dtype not in dtypes:
+            wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+            raise ValueError(f"{self.op}: {name} is {str(x.dtype).removeprefix('torch.')}, expected {wanted}")
+        device, owner = self.device or (x.device, name)
+        self.device = (device, owner)
+        if x.device != device:
+            raise ValueError(f"{self.op}: {name} is on {x.device}, {owner} on {device}")
+
+    def groups(self) -> int:
+        """Query heads a KV head."""
+        hq, h = self.sizes["Hq"][0], self.sizes["H"][0]
+        if h == 0 or hq % h:
+            raise ValueError(f"{self.op}: {hq} query heads are no multiple of {h} KV heads")
+        return hq // h
+
+
+def _ids_in_range(op: str, ids: Tensor, seq_lens: Tensor, block_size: int) -> None:
+    if _debug:
+        n = reference.num_blocks(seq_lens, block_size)[:, None, None]
+        bad = (ids < -1) | (ids >= n)
+        if bool(bad.any()):
+            b, h, i = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"{op}: id {int(ids[b, h, i])} at [{b}, {h}, {i}] is out of range, row {b} has {int(n[b])} blocks"
+            )
+
+
+def _rule(op: str, K: int, sink: int, local: int, block_size: int) -> None:
+    if block_size < 1:
+        raise ValueError(f"{op}: block size {block_size}, expected at least 1")
+    if sink < 0 or local < 0:
+        raise ValueError(f"{op}: sink {sink} and local {local} blocks, expected none below 0")
+    if sink + local > K > 0:
+        raise ValueError(f"{op}: {sink} sink + {local} local blocks are forced, but K is {K}")
+
+
+# Every reference function is the body that a device without kernels of its own runs.
+OPS = {
+    name: torch.library.custom_op(f"prr::{name}", getattr(reference, name), mutates_args=mutated)
+    for name, mutated in {
+        "append": ("k", "v"),
+        "append_quest": ("k", "v", "kmin", "kmax"),
+        "append_infllm": ("k", "v", "k1", "k2"),
+        "quest_scores": ("scores",),
+        "infllm_scores": ("scores",),
+        "select": ("ids", "position", "missed", "counts"),
+        "predict": ("level", "trend", "ids"),
+        "attend": ("o", "lse"),
+        "merge": ("out", "out_lse"),
+        "repair": ("out", "out_lse"),
+        "repair_union": ("out", "out_lse"),
+    }.items()
+}
+
+
+# ---------------------------------------------------------------------------------------------------- cache
+def _check_append(
+    d: _Dims, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, page_table: Tensor | None
+) -> None:
+    d("k", k, "B H S T D", *_FLOATS)
+    d("v", v, "B H S T D", k.dtype)
+    d("k_new", k_new, "B H D", k.dtype)
+    d("v_new", v_new, "B H D", k.dtype)
+    d("seq_lens", seq_lens, "B", torch.int32)
+    d("page_table", page_table, "B H C", torch.int32)
+
+
+def append(
+    k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, page_table: Tensor | None = None
+) -> None:
+    """Write the newest token of each sequence into the cache.
+
+    Args:
+        k_new, v_new: [B, H_kv, D], the token at position seq_lens - 1, keys after RoPE.
+        k, v: [B, H_kv, S, T, D], written in place.
+        seq_lens: [B] int32, tokens in the cache, the new one included; a row of 0 is left alone.
+        page_table: [B, H_kv, N] int32, block -> slot; identity when None.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not agree.
+    """
+    _check_append(_Dims("append"), k_new, v_new, k, v, seq_lens, page_table)
+    torch.ops.prr.append(k_new, v_new, k, v, seq_lens, page_table)
+
+
+def append_quest(
+    k_new: Tensor,
+    v_new: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kmin: Tensor,
+    kmax: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor | None = None,
+) -> None:
+    """Append, and update the extrema of the token's block (Quest, arXiv 2406.10774, section 3.3).
+
+    Args:
+        kmin, kmax: [B, H_kv, N, D] of k's dtype, channel-wise extrema of the keys of block n, written in place.
+        (the others): as for append.
+    """
+    d = _Dims("append_quest")
+    _check_append(d, k_new, v_new, k, v, seq_lens, page_table)
+    d("kmin", kmin, "B H N D", k.dtype)
+    d("kmax", kmax, "B H N D", k.dtype)
+    torch.ops.prr.append_quest(k_new, v_new, k, v, kmin, kmax, seq_lens, page_table)
+
+
+def append_infllm(
+    k_new: Tensor,
+    v_new: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    seq_lens: Tensor,
+    window: int = 32,
+    stride: int = 16,
+    coarse_window: int = 128,
+    coarse_stride: int = 64,
+    page_table: Tensor | None = None,
+) -> None:
+    """Append, and write the means of the windows that this token completes (InfLLM-v2, arXiv 2509.24663).
+
+    Args:
+        k1: [B, H_kv, W1, D] of k's dtype, mean of keys w * stride ... + window, written in place.
+        k2: [B, H_kv, W2, D], the same with coarse_window and coarse_stride.
+        (the others): as for append.
+    """
+    d = _Dims("append_infllm")
+    _check_append(d, k_new, v_new, k, v, seq_lens, page_table)
+    d("k1", k1, "B H W1 D", k.dtype)
+    d("k2", k2, "B H W2 D", k.dtype)
+    torch.ops.prr.append_infllm(
+        k_new, v_new, k, v, k1, k2, seq_lens, window, stride, coarse_window, coarse_stride, page_table
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- scores
+def quest_scores(
+    q: Tensor, kmin: Tensor, kmax: Tensor, seq_lens: Tensor, block_size: int, out: Tensor | None = None
+) -> Tensor:
+    """Quest's block scores under GQA (PRR A.1): sum_d max(qm_d kmin_d, qm_d kmax_d), qm the mean query of the group.
+
+    Unscaled; may be negative; bounds qm . k from above for every key of the block. Blocks without tokens score -inf.
+
+    Args:
+        q: [B, Hq, D], after RoPE.
+        kmin, kmax: [B, H_kv, N, D] of q's dtype.
+        seq_lens: [B] int32, tokens.
+        block_size: tokens a block.
+        out: [B, H_kv, N] float32, allocated when None.
+    """
+    out = q.new_empty(kmin.shape[:3], dtype=torch.float32) if out is None else out
+    d = _Dims("quest_scores")
+    d("kmin", kmin, "B H N D", *_FLOATS)
+    d("kmax", kmax, "B H N D", kmin.dtype)
+    d("q", q, "B Hq D", kmin.dtype)
+    d("seq_lens", seq_lens, "B", torch.int32)
+    d("out", out, "B H N", torch.float32)
+    d.groups()
+    torch.ops.prr.quest_scores(q, kmin, kmax, seq_lens, block_size, out)
+    return out
+
+
+def infllm_scores(
+    q: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    block_size: int = 64,
+    window: int = 32,
+    stride: int = 16,
+    coarse_window: int = 128,
+    coarse_stride: int = 64,
+    exact: bool = False,
+    out: Tensor | None = None,
+    num_blocks: int | None = None,
+) -> Tensor:
+    """InfLLM-v2's block scores: max over windows touching a block of sum over the group of exp(q . k1 - LSE).
+
+    The normaliser LSE is over k2 (coarse, the method's default; exact while no coarse window is complete) or over k1
+    (exact). A block that no complete window touches, and one without tokens, scores -inf.
+
+    Args:
+        q: [B, Hq, D], after RoPE.
+        k1, k2: [B, H_kv, W1 | W2, D] of q's dtype, see append_infllm.
+        scale: of the logits, 1 / sqrt(D) as a rule.
+        block_size: tokens; a multiple of stride, as window is.
+        out: [B, H_kv, N] float32; allocated with num_blocks blocks when None.
+
+    Raises:
+        ValueError: sizes that do not agree, block_size or window no multiple of stride.
+    """
+    if out is None:
+        if num_blocks is None:
+            raise ValueError("infllm_scores: pass out or num_blocks")
+        out = q.new_empty((*k1.shape[:2], num_blocks), dtype=torch.float32)
+    d = _Dims("infllm_scores")
+    d("k1", k1, "B H W1 D", *_FLOATS)
+    d("k2", k2, "B H W2 D", k1.dtype)
+    d("q", q, "B Hq D", k1.dtype)
+    d("seq_lens", seq_lens, "B", torch.int32)
+    d("out", out, "B H N", torch.float32)
+    d.groups()
+    if block_size % stride or window % stride:
+        raise ValueError(
+            f"infllm_scores: block {block_size} and window {window}, expected multiples of stride {stride}"
+        )
+    torch.ops.prr.infllm_scores(
+        q, k1, k2, seq_lens, scale, block_size, window, stride, coarse_window, coarse_stride, exact, out
+    )
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------- selection
+class Selection(NamedTuple):
+    """A, and A against P. All int32.
+
+    ids: [B, H_kv, K], ascending, -1 padded.
+    position: [B, H_kv, K], where in P the block of the same place in ids is; -1: not there, or padding.
+    missed: [B, H_kv, K], the blocks of A \\ P, ascending, -1 padded.
+    counts: [B, H_kv, 2], |A| and |A \\ P|.
+    """
+
+    ids: Tensor
+    position: Tensor
+    missed: Tensor
+    counts: Tensor
+
+    @classmethod
+    def empty(cls, B: int, H: int, K: int, device: torch.device | str) -> "Selection":
+        """Buffers of that size, filled with padding."""
+        a, b, c = (torch.full((B, H, K), -1, dtype=torch.int32, device=device) for _ in range(3))
+        return cls(a, b, c, torch.zeros(B, H, 2, dtype=torch.int32, device=device))
+
+
+def select(
+    scores: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+    top_k: int,
+    sink: int = 0,
+    local: int = 1,
+    predicted: Tensor | None = None,
+    out: Selection | None = None,
+) -> Selection:
+    """The top-K blocks of each (sequence, KV head), and which of them P holds.
+
+    The first `sink` and the last `local` blocks (the current one among them) are forced; the rest go to the highest
+    scores, ties to the lowest id; -inf and NaN are never taken. A row with at most K blocks takes all of them.
+
+    Args:
+        scores: [B, H_kv, N] float32.
+        seq_lens: [B] int32, tokens.
+        top_k: K, forced blocks included.
+        predicted: P, [B, H_kv, P] int32, -1 padded, without duplicates; None: the empty set.
+        out: buffers to write, allocated when None.
+
+    Raises:
+        ValueError: sizes that do not agree; sink + local > K > 0.
+    """
+    B, H, _ = scores.shape if scores.dim() == 3 else (0, 0, 0)
+    if predicted is None:
+        predicted = torch.empty(B, H, 0, dtype=torch.int32, device=scores.device)
+    out = Selection.empty(B, H, top_k, scores.device) if out is None else out
+    d = _Dims("select")
+    d("scores", scores, "B H N", torch.float32)
+    d("seq_lens", seq_lens, "B", torch.int32)
+    d("predicted", predicted, "B H P", torch.int32)
+    d("out.ids", out.ids, f"B H {top_k}", torch.int32)
+    d("out.position", out.position, f"B H {top_k}", torch.int32)
+    d("out.missed", out.missed, f"B H {top_k}", torch.int32)
+    d("out.counts", out.counts, "B H 2", torch.int32)
+    _rule("select", top_k, sink, local, block_size)
+    torch.ops.prr.select(scores, seq_lens, block_size, sink, local, predicted, *out)
+    return out
+
+
+def predict(
+    scores: Tensor,
+    level: Tensor,
+    trend: Tensor,
+    theta: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+    sink: int,
+    local: int,
+    out: Tensor,
+) -> Tensor:
+    """Learn from this step's scores (eq 3) and predict the blocks of the next (eq 2).
+
+    trend <- beta (IS - level) + (1 - beta) trend; level <- alpha IS + (1 - alpha) level; P = top(level + gamma trend)
+    by the rule of select, for a sequence one token longer. A block never scored has level NaN; its first score sets
+    level = IS, trend = 0. Scores that are not finite change nothing.
+
+    Args:
+        scores: [B, H_kv, N] float32.
+        level, trend: [B, H_kv, N] float32, updated in place.
+        theta: [B, 3] float32: alpha, beta, gamma.
+        seq_lens: [B] int32, tokens now.
+        out: P, [B, H_kv, P] int32, written: ascending, -1 padded; its width is the budget delta K.
+    """
+    d = _Dims("predict")
+    d("scores", scores, "B H N", torch.float32)
+    d("level", level, "B H N", torch.float32)
+    d("trend", trend, "B H N", torch.float32)
+    d("theta", theta, "B 3", torch.float32)
+    d("seq_lens", seq_lens, "B", torch.int32)
+    d("out", out, "B H P", torch.int32)
+    _rule("predict", out.shape[2], sink, local, block_size)
+    torch.ops.prr.predict(scores, level, trend, theta, seq_lens, block_size, sink, local, out)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------- attention
+def _check_kv(d: _Dims, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, page_table: Tensor | None) -> int:
+    d("k", k, "B H S T D", *_FLOATS)
+    d("v", v, "B H S T D", k.dtype)
+    d("q", q, "B Hq D", k.dtype)
+    d("seq_lens", seq_lens, "B", torch.int32)
+    d("page_table", page_table, "B H C", torch.int32)
+    return d.groups()
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ids: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    page_table: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One softmax partial a listed block, the same bits whatever else is listed.
+
+    Args:
+        q: [B, Hq, D]. k, v: [B, H_kv, S, T, D]; tokens at and beyond seq_lens are never read.
+        ids: [B, H_kv, N] int32; -1, and ids out of range, are padding.
+        scale: of the logits.
+        page_table: [B, H_kv, C] int32, block -> slot; identity when None.
+        out: buffers (o, lse), allocated when None.
+
+    Returns:
+        o: [B, H_kv, N, G, D] float32, normalised; 0 for padding.
+        lse: [B, H_kv, N, G] float32, natural log; -inf for padding.
+    """
+    d = _Dims("attend")
+    G = _check_kv(d, q, k, v, seq_lens, page_table)
+    d("ids", ids, "B H N", torch.int32)
+    _ids_in_range("attend", ids, seq_lens, k.shape[3])
+    if out is None:
+        o = q.new_empty((*ids.shape, G, q.shape[2]), dtype=torch.float32)
+        out = o, q.new_empty((*ids.shape, G), dtype=torch.float32)
+    d("out[0]", out[0], f"B H N {G} D", torch.float32)
+    d("out[1]", out[1], f"B H N {G}", torch.float32)
+    torch.ops.prr.attend(q, k, v, ids, seq_lens, scale, page_table, *out)
+    return out
+
+
+def _outputs(d: _Dims, q: Tensor, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    if out is None:
+        out = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    d("out[0]", out[0], "B Hq D", *_FLOATS)
+    d("out[1]", out[1], "B Hq", torch.float32)
+    return out
+
+
+def merge(o: Tensor, lse: Tensor, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint parts, from their partials (online softmax).
+
+    Args:
+        o, lse: [B, H_kv, N, G, D] and [B, H_kv, N, G] float32. Parts with lse = -inf weigh nothing, whatever their o.
+        out: ([B, Hq, D] of any float dtype, [B, Hq] float32), written; o = 0, lse = -inf where every part is empty.
+    """
+    d = _Dims("merge")
+    d("o", o, "B H N G D", torch.float32)
+    d("lse", lse, "B H N G", torch.float32)
+    d("out[0]", out[0], f"B {o.shape[1] * o.shape[3]} D", *_FLOATS)
+    d("out[1]", out[1], f"B {o.shape[1] * o.shape[3]}", torch.float32)
+    torch.ops.prr.merge(o, lse, *out)
+    return out
+
+
+def repair(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    o: Tensor,
+    lse: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    page_table: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Exact repair: attention over A, bit for bit merge(attend(A)), whatever P was.
+
+    Args:
+        selection: what select returned for P.
+        o, lse: attend's partials of P, [B, H_kv, P, G, D] and [B, H_kv, P, G] float32; wasted blocks are not read.
+        (the others): as for attend.
+
+    Returns:
+        ([B, Hq, D] of q's dtype, [B, Hq] float32).
+    """
+    d = _Dims("repair")
+    G = _check_kv(d, q, k, v, seq_lens, page_table)
+    d("selection.ids", selection.ids, "B H K", torch.int32)
+    d("selection.position", selection.position, "B H K", torch.int32)
+    d("o", o, f"B H P {G} D", torch.float32)
+    d("lse", lse, f"B H P {G}", torch.float32)
+    _ids_in_range("repair", selection.ids, seq_lens, k.shape[3])
+    out = _outputs(d, q, out)
+    torch.ops.prr.repair(q, k, v, selection.ids, selection.position, o, lse, seq_lens, scale, page_table, *out)
+    return out
+
+
+def repair_union(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    o: Tensor,
+    lse: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    page_table: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The paper's repair (eq 6-8): attention over A u P, wasted blocks kept.
+
+    Args:
+        selection: what select returned for P; its missed blocks are computed here.
+        o, lse: running state of P: [B, Hq, D] and [B, Hq] float32 (merge over attend's partials of P).
+        (the others): as for attend.
+
+    Returns:
+        ([B, Hq, D] of q's dtype, [B, Hq] float32).
+    """
+    d = _Dims("repair_union")
+    _check_kv(d, q, k, v, seq_lens, page_table)
+    d("selection.missed", selection.missed, "B H K", torch.int32)
+    d("o", o, "B Hq D", torch.float32)
+    d("lse", lse, "B Hq", torch.float32)
+    _ids_in_range("repair_union", selection.missed, seq_lens, k.shape[3])
+    out = _outputs(d, q, out)
+    torch.ops.prr.repair_union(q, k, v, selection.missed, o, lse, seq_lens, scale, page_table, *out)
+    return out

@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops in plain torch: the oracle that kernels are held against, and what a CPU runs.
+
+Exactness is a property of how these are written. Every floating-point reduction is a fixed tree of elementwise
+operations (`_tree_last`, `_tree_rows`, `_tree_parts`), never a library sum or product, whose order depends on sizes
+around it. So the partial of a block depends on nothing but that block, q and the scale, whatever else is in the launch,
+and a merge depends on nothing but the partials of A in ascending order. exp and log are taken of contiguous tensors
+only (a test checks that their value does not depend on the position; exp2's does, on some CPUs).
+"""
+
+import torch
+from torch import Tensor
+
+INF = float("inf")
+_CHUNK = 1 << 21  # elements of one elementwise product of attend: bounds memory, changes no value
+
+
+def num_blocks(seq_lens: Tensor, block_size: int) -> Tensor:
+    """Blocks that hold tokens, the partly filled last one included. [B] int32 -> [B] int32."""
+    return (seq_lens + (block_size - 1)) // block_size
+
+
+def _tree_last(x: Tensor) -> Tensor:
+    """Sum over the last axis by halves: the same order for every row, whatever the shape of the rest."""
+    n = x.shape[-1]
+    while n > 1:
+        half = n // 2
+        y = x[..., :half] + x[..., half : 2 * half]
+        if n % 2:
+            y = torch.cat((y, x[..., 2 * half : n]), -1)
+        x, n = y, half + n % 2
+    return x[..., 0]
+
+
+def _tree_rows(x: Tensor) -> Tensor:
+    """Sum over the last axis but one, by halves."""
+    n = x.shape[-2]
+    while n > 1:
+        half = n // 2
+        y = x[..., :half, :] + x[..., half : 2 * half, :]
+        if n % 2:
+            y = torch.cat((y, x[..., 2 * half : n, :]), -2)
+        x, n = y, half + n % 2
+    return x[..., 0, :]
+
+
+def _tree_parts(x: Tensor) -> Tensor:
+    """Sum over axis 2 by neighbours: trailing zeros (padding of any length) do not change a bit of the result."""
+    if x.shape[2] == 0:
+        return x.new_zeros(x.shape[:2] + x.shape[3:])
+    while x.shape[2] > 1:
+        if x.shape[2] % 2:
+            x = torch.cat((x, torch.zeros_like(x[:, :, :1])), 2)
+        x = x[:, :, 0::2] + x[:, :, 1::2]
+    return x[:, :, 0]
+
+
+# ---------------------------------------------------------------------------------------------------- cache
+def append(k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, page_table: Tensor | None) -> None:
+    """Write the newest token (position seq_lens - 1) into its block; a row of length 0 is left alone."""
+    rows = (seq_lens > 0).nonzero()[:, 0]
+    position = seq_lens[rows].long() - 1
+    at, offset = position // k.shape[3], position % k.shape[3]
+    heads = torch.arange(k.shape[1], device=k.device)
+    slot = at[:, None] if page_table is None else page_table[rows[:, None], heads, at[:, None]].long()
+    where = (rows[:, None], heads, slot, offset[:, None])
+    k[where] = k_new[rows]
+    v[where] = v_new[rows]
+
+
+def append_quest(
+    k_new: Tensor,
+    v_new: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kmin: Tensor,
+    kmax: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor | None,
+) -> None:
+    """append, and the channel-wise extrema of the block; its first token starts them anew."""
+    append(k_new, v_new, k, v, seq_lens, page_table)
+    rows = (seq_lens > 0).nonzero()[:, 0]
+    position = seq_lens[rows].long() - 1
+    at, first = position // k.shape[3], (position % k.shape[3] == 0)[:, None, None]
+    new = k_new[rows]
+    kmin[rows, :, at] = torch.where(first, new, torch.minimum(kmin[rows, :, at], new))
+    kmax[rows, :, at] = torch.where(first, new, torch.maximum(kmax[rows, :, at], new))
+
+
+def append_infllm(
+    k_new: Tensor,
+    v_new: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    seq_lens: Tensor,
+    window: int,
+    stride: int,
+    coarse_window: int,
+    coarse_stride: int,
+    page_table: Tensor | None,
+) -> None:
+    """append, and the mean of each window of keys that this token completes."""
+    append(k_new, v_new, k, v, seq_lens, page_table)
+    for b, n in enumerate(seq_lens.tolist()):
+        for means, size, step in ((k1, window, stride), (k2, coarse_window, coarse_stride)):
+            if n >= size and (n - size) % step == 0:
+                keys = _tokens(k, b, n - size, n, page_table)
+                means[b, :, (n - size) // step] = window_mean(keys).to(means.dtype)
+
+
+def _tokens(k: Tensor, b: int, start: int, stop: int, page_table: Tensor | None) -> Tensor:
+    """Keys of positions start..stop of row b, [H_kv, stop - start, D]."""
+    block = k.shape[3]
+    pos = torch.arange(start, stop, device=k.device)
+    at = (pos // block).expand(k.shape[1], -1)
+    slot = at if page_table is None else page_table[b].long().gather(1, at)
+    return k[b].gather(1, slot[..., None, None].expand(-1, -1, block, k.shape[4]))[
+        :, torch.arange(len(pos), device=k.device), pos % block
+    ]
+
+
+def window_mean(keys: Tensor) -> Tensor:
+    """Mean over the last axis but one in float32, in a fixed order: [..., T, D] -> [..., D]."""
+    return _tree_rows(keys.float()) / keys.shape[-2]
+
+
+# ---------------------------------------------------------------------------------------------------- scores
+def quest_scores(q: Tensor, kmin: Tensor, kmax: Tensor, seq_lens: Tensor, block_size: int, scores: Tensor) -> None:
+    """Upper bound of mean(q of the group) . k over the keys of a block."""
+    B, H, N, D = kmin.shape
+    mean = _tree_rows(q.float().view(B, H, -1, D)) / (q.shape[1] // H)
+    inside = _inside(seq_lens, block_size, N)
+    low = torch.where(inside[:, None, :, None], kmin, 0).float()
+    high = torch.where(inside[:, None, :, None], kmax, 0).float()
+    bound = torch.maximum(mean[:, :, None] * low, mean[:, :, None] * high)
+    scores.copy_(torch.where(inside[:, None], _tree_last(bound), -INF))
+
+
+def infllm_scores(
+    q: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    block_size: int,
+    window: int,
+    stride: int,
+    coarse_window: int,
+    coarse_stride: int,
+    exact: bool,
+    scores: Tensor,
+) -> None:
+    """Group sum of exp(q . k1 - normaliser), then the maximum over the windows that touch a block."""
+    logits = _window_logits(q, k1, seq_lens, scale, window, stride)  # [B, H, G, W1]
+    norm = _log_sum_exp(logits)
+    if not exact:
+        coarse = _log_sum_exp(_window_logits(q, k2, seq_lens, scale, coarse_window, coarse_stride))
+        norm = torch.where(coarse > -INF, coarse, norm)  # no complete coarse window yet: exact
+    norm = torch.where(norm > -INF, norm, 0.0)
+    weight = torch.exp((logits - norm[..., None]).contiguous())
+    inside = _complete(seq_lens, window, stride, k1.shape[2])
+    weight = torch.where(inside[:, None], _tree_rows(weight), -INF)  # [B, H, W1]
+
+    per_block, reach = block_size // stride, window // stride - 1
+    N = scores.shape[2]
+    need = (N - 1) * per_block + per_block + reach
+    right = max(0, need - reach - weight.shape[2])
+    padded = torch.nn.functional.pad(weight, (reach, right), value=-INF)
+    touching = padded.unfold(2, per_block + reach, per_block)[:, :, :N]
+    valid = _inside(seq_lens, block_size, N)
+    scores.copy_(torch.where(valid[:, None], touching.amax(-1), -INF))
+
+
+def _inside(seq_lens: Tensor, block_size: int, N: int) -> Tensor:
+    """[B, N] bool: block n of row b holds a token."""
+    return torch.arange(N, device=seq_lens.device) < num_blocks(seq_lens, block_size)[:, None]
+
+
+def _complete(seq_lens: Tensor, size: int, step: int, W: int) -> Tensor:
+    """[B, W] bool: window w of row b is complete."""
+    return torch.arange(W, device=seq_lens.device) * step + size <= seq_lens[:, None]
+
+
+def _window_logits(q: Tensor, means: Tensor, seq_lens: Tensor, scale: float, size: int, step: int) -> Tensor:
+    """Scaled q . mean, -inf where the window is not complete: [B, H_kv, G, W] float32."""
+    B, H, W, D = means.shape
+    live = _complete(seq_lens, size, step, W)[:, None, :, None]
+    keys = torch.where(live, means, 0).float()
+    dots = _tree_last(q.float().view(B, H, -1, 1, D) * keys[:, :, None]) * scale
+    return torch.where(live[:, :, None, :, 0], dots, -INF)
+
+
+def _log_sum_exp(x: Tensor) -> Tensor:
+    """Over the last axis; -inf of an empty or all -inf row."""
+    if x.shape[-1] == 0:
+        return x.new_full(x.shape[:-1], -INF)
+    top = x.amax(-1)
+    base = torch.where(top > -INF, top, 0.0)
+    return base + torch.log(_tree_last(torch.exp((x - base[..., None]).contiguous())))
+
+
+# ---------------------------------------------------------------------------------------------------- selection
+def top_blocks(values: Tensor, seq_lens: Tensor, block_size: int, sink: int, local: int, ids: Tensor) -> None:
+    """The selection rule, of A and of P alike: forced blocks, then the highest values, ties to the lowest id.
+
+    Rows of at most K blocks take them all. -inf and NaN are never taken unless forced.
+    """
+    B, H, N = values.shape
+    K = ids.shape[2]
+    n = num_blocks(seq_lens, block_size)[:, None, None]
+    index = torch.arange(N, device=values.device)
+    inside = index < n
+    forced = inside & ((index < sink) | (index >= n - local))
+    open_ = torch.where(inside & ~forced & (values == values), values, -INF)
+    order = open_.sort(dim=2, descending=True, stable=True).indices
+    rank = torch.empty_like(order).scatter_(2, order, index.expand(B, H, N))
+    room = K - forced.sum(2, keepdim=True)
+    taken = torch.where(n <= K, inside, forced | ((open_ > -INF) & (rank < room)))
+    ascending = torch.where(taken, index, N).sort(dim=2).values[:, :, :K]
+    ids.fill_(-1)
+    ids[:, :, : ascending.shape[2]] = torch.where(ascending < N, ascending, -1)
+
+
+def select(
+    scores: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+    sink: int,
+    local: int,
+    predicted: Tensor,
+    ids: Tensor,
+    position: Tensor,
+    missed: Tensor,
+    counts: Tensor,
+) -> None:
+    """A = top_blocks(scores), and A against P: where the partial of each block of A is, and what is missing."""
+    top_blocks(scores, seq_lens, block_size, sink, local, ids)
+    position.copy_(_find(ids, predicted))
+    lost = (position < 0) & (ids >= 0)
+    K = ids.shape[2]
+    big = torch.iinfo(torch.int32).max
+    ascending = torch.where(lost, ids, big).sort(dim=2).values
+    missed.copy_(torch.where(ascending < big, ascending, -1))
+    counts[..., 0] = (ids >= 0).sum(2) if K else 0
+    counts[..., 1] = lost.sum(2) if K else 0
+
+
+def _find(ids: Tensor, within: Tensor) -> Tensor:
+    """Index of each id among `within` (the first, if twice), -1 if absent or padding."""
+    if within.shape[2] == 0 or ids.shape[2] == 0:
+        return torch.full_like(ids, -1)
+    same = (ids[..., :, None] == within[..., None, :]) & (ids >= 0)[..., None]
+    return torch.where(same.any(-1), same.int().argmax(-1), -1).to(ids.dtype)
+
+
+def predict(
+    scores: Tensor,
+    level: Tensor,
+    trend: Tensor,
+    theta: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+    sink: int,
+    local: int,
+    ids: Tensor,
+) -> None:
+    """Eq 3, then eq 2: update level and trend with the scores just seen, and rank the blocks of the next step."""
+    alpha, beta, gamma = (theta[:, i, None, None] for i in range(3))
+    fresh = level != level  # NaN: never scored
+    seen = torch.isfinite(scores) & _inside(seq_lens, block_size, scores.shape[2])[:, None]
+    new_trend = torch.where(fresh, 0.0, beta * (scores - level) + (1 - beta) * trend)
+    new_level = torch.where(fresh, scores, alpha * scores + (1 - alpha) * level)
+    trend.copy_(torch.where(seen, new_trend, trend))
+    level.copy_(torch.where(seen, new_level, level))
+    following = torch.where(seq_lens > 0, seq_lens + 1, 0)
+    top_blocks(level + gamma * trend, following, block_size, sink, local, ids)
+
+
+# ---------------------------------------------------------------------------------------------------- attention
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ids: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    page_table: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+) -> None:
+    """One softmax partial a block."""
+    B, H, S, T, D = k.shape
+    G, N = q.shape[1] // H, ids.shape[2]
+    live, slot = _locate(ids, seq_lens, page_table, T, S)
+    rows = q.float().view(B, H, 1, G, D, 1)
+    batch = torch.arange(B, device=k.device)[:, None, None]
+    head = torch.arange(H, device=k.device)[:, None]
+    step = max(1, _CHUNK // (B * H * G * T * D))
+    for start in range(0, N, step):
+        part = slice(start, min(start + step, N))
+        at = (batch, head, slot[:, :, part])
+        token = torch.arange(T, device=k.device) < live[:, :, part, None]
+        dead = ~token[..., None]
+        keys = k[at].masked_fill_(dead, 0).float().mT.contiguous()
+        values = v[at].masked_fill_(dead, 0).float()
+        s = _tree_rows(rows * keys[:, :, :, None]) * scale  # [B, H, n, G, T]
+        s.masked_fill_(dead[:, :, :, None, :, 0], -INF)
+        top = s.amax(-1)
+        base = torch.where(top > -INF, top, 0.0)
+        p = torch.exp((s - base[..., None]).contiguous())
+        total = _tree_last(p)
+        weighted = _tree_rows(p[..., None] * values[:, :, :, None])
+        some = total > 0
+        o[:, :, part] = torch.where(some[..., None], weighted / total[..., None], 0.0)
+        lse[:, :, part] = torch.where(some, base + torch.log(total), -INF)
+
+
+def _locate(ids: Tensor, seq_lens: Tensor, page_table: Tensor | None, T: int, S: int) -> tuple[Tensor, Tensor]:
+    """Tokens alive in each listed block (0 for padding and ids out of range), and its slot."""
+    n = num_blocks(seq_lens, T)[:, None, None]
+    valid = (ids >= 0) & (ids < n)
+    block = torch.where(valid, ids, 0).long()
+    if page_table is None:
+        slot = block
+    elif page_table.shape[2] == 0:
+        slot = torch.full_like(block, -1)
+    else:
+        slot = page_table.long().gather(2, block.clamp(max=page_table.shape[2] - 1))
+    valid = valid & (slot >= 0) & (slot < S)
+    live = torch.where(valid, (seq_lens[:, None, None] - block * T).clamp(max=T), 0)
+    return live, torch.where(valid, slot, 0)
+
+
+def merge(o: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
+    """Online softmax over partials, in the order of the axis."""
+    B, H, N, G, D = o.shape
+    top = lse.amax(2) if N else lse.new_full((B, H, G), -INF)
+    base = torch.where(top > -INF, top, 0.0)
+    w = torch.exp((lse - base[:, :, None]).contiguous())
+    total = _tree_parts(w)
+    weighted = _tree_parts(torch.where(w[..., None] > 0, w[..., None] * o, 0.0))
+    some = total > 0
+    out.copy_(torch.where(some[..., None], weighted / total[..., None], 0.0).view(B, H * G, D))
+    out_lse.copy_(torch.where(some, base + torch.log(total), -INF).view(B, H * G))
+
+
+def repair(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ids: Tensor,
+    position: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    page_table: Tensor | None,
+    out: Tensor,
+    out_lse: Tensor,
+) -> None:
+    """Merge over A: partials of A n P looked up, those of A \\ P computed now. Bit for bit merge(attend(A))."""
+    B, H, K = ids.shape
+    G, D = q.shape[1] // H, q.shape[2]
+    full_o = q.new_zeros(B, H, K, G, D, dtype=torch.float32)
+    full_lse = q.new_full((B, H, K, G), -INF, dtype=torch.float32)
+    known = (position >= 0) & (ids >= 0)
+    if o.shape[2]:
+        at = position.clamp(min=0).long()[..., None]
+        looked_o = o.gather(2, at[..., None].expand(-1, -1, -1, G, D))
+        full_o = torch.where(known[..., None, None], looked_o, full_o)
+        full_lse = torch.where(known[..., None], lse.gather(2, at.expand(-1, -1, -1, G)), full_lse)
+    lost = torch.where(known, -1, ids)
+    columns = (lost >= 0).any(1).any(0).nonzero()[:, 0]
+    part_o = full_o.new_empty(B, H, len(columns), G, D)
+    part_lse = full_lse.new_empty(B, H, len(columns), G)
+    attend(q, k, v, lost[:, :, columns], seq_lens, scale, page_table, part_o, part_lse)
+    fill = (lost[:, :, columns] >= 0)[..., None]
+    full_lse[:, :, columns] = torch.where(fill, part_lse, full_lse[:, :, columns])
+    full_o[:, :, columns] = torch.where(fill[..., None], part_o, full_o[:, :, columns])
+    merge(full_o, full_lse, out, out_lse)
+
+
+def repair_union(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    missed: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    page_table: Tensor | None,
+    out: Tensor,
+    out_lse: Tensor,
+) -> None:
+    """Eq 6-8: fold the missed blocks into the running state of P; the output is attention over A u P."""
+    B, H, M = missed.shape
+    G, D = q.shape[1] // H, q.shape[2]
+    parts_o = torch.empty(B, H, M + 1, G, D, dtype=torch.float32, device=q.device)
+    parts_lse = torch.empty(B, H, M + 1, G, dtype=torch.float32, device=q.device)
+    parts_o[:, :, 0] = o.view(B, H, G, D)
+    parts_lse[:, :, 0] = lse.view(B, H, G)
+    attend(q, k, v, missed, seq_lens, scale, page_table, parts_o[:, :, 1:], parts_lse[:, :, 1:])
+    merge(parts_o, parts_lse, out, out_lse)
