@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The typed schema of a job, and the checks that run before any work.
+
+Groups whose options differ in kind (dsa, benchmark, predictor, budget, tracker) name a class by `_target_`: its keyword
+arguments are the option's schema, so the YAML file is the registration and a new option needs no line here. The others
+(model, runtime) are the dataclasses below, known to Hydra through its ConfigStore.
+"""
+
+from dataclasses import dataclass, field, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from prr_pipeline.errors import ConfigError
+
+MODES = ("dense", "serial", "reuse", "reuse_repair", "prr")
+STAGES = ("calibrate", "profile", "decode", "evaluate")
+REPAIRS = ("exact", "union")
+WEIGHTS = ("hub", "local", "gguf", "random")
+
+
+@dataclass
+class ModelConfig:
+    """A language model: where its weights come from, and its shape when they are random.
+
+    weights: `hub` (hub_id), `local` (path: a folder in the Hugging Face format), `gguf` (path: a .gguf file, or package:
+    an installed Python package that carries one), `random` (architecture at its true size, no files, no network).
+    architecture holds the keyword arguments of the transformers config, model_type among them.
+    """
+
+    name: str = MISSING
+    weights: str = "hub"
+    hub_id: str | None = None
+    revision: str | None = None
+    path: str | None = None
+    package: str | None = None
+    dtype: str = "auto"  # auto: float32 on a CPU, bfloat16 on a GPU
+    chat_template: bool = True
+    trust_remote_code: bool = False
+    max_context: int = MISSING  # tokens that the model's positions allow
+    architecture: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RuntimeConfig:
+    """How a job runs: device, modes, decoding.
+
+    modes lists what decode compares; `serial` is always among them, since the others are judged against it.
+    """
+
+    device: str = "auto"  # auto | cpu | cuda
+    modes: list[str] = field(default_factory=lambda: list(MODES))
+    repair: str = "exact"
+    prefill_chunk: int = 2048  # prompt tokens a prefill step
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0
+    threads: int | None = None  # CPU threads; null: torch's default
+    debug_checks: bool = False  # out-of-range block ids raise (costs host syncs)
+    profile_contexts: list[int] = field(
+        default_factory=list
+    )  # tokens; empty: a quarter, half and all of benchmark.length
+    profile_repeats: int = 10
+
+
+@dataclass
+class JobConfig:
+    """A job: a name for its outputs, the stages to run, and one option a group."""
+
+    experiment: str = "default"
+    stages: list[str] = field(default_factory=lambda: list(STAGES))
+    seed: int = 0
+    force: bool = False  # redo stages that are done
+    output: str = "runs"  # a folder; outputs go to <output>/<experiment>/<config hash>/<stage>
+    model: ModelConfig = field(default_factory=ModelConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    dsa: Any = MISSING
+    benchmark: Any = MISSING
+    predictor: Any = MISSING
+    budget: Any = MISSING
+    tracker: Any = MISSING
+
+
+TARGET_GROUPS = ("dsa", "benchmark", "predictor", "budget", "tracker")
+
+
+def register() -> None:
+    """Make the dataclasses known to Hydra, as base_job, model/base_model and runtime/base_runtime."""
+    store = ConfigStore.instance()
+    store.store(name="base_job", node=JobConfig)
+    store.store(group="model", name="base_model", node=ModelConfig)
+    store.store(group="runtime", name="base_runtime", node=RuntimeConfig)
+
+
+def config_dir() -> Path:
+    """The folder of the option files: inside an installed package, else beside it in a source tree."""
+    here = Path(__file__).resolve().parent
+    return here / "conf" if (here / "conf").is_dir() else here.parent / "conf"
+
+
+def near(value: object, known: list[str] | tuple[str, ...]) -> str:
+    """What to write after a wrong name: near names if there are, and all of them."""
+    close = get_close_matches(str(value), known, n=3)
+    hint = f" Did you mean {' or '.join(close)}?" if close else ""
+    return f"{hint} There are: {', '.join(known)}."
+
+
+def check_target(group: str, node: DictConfig) -> None:
+    """Hold an option against the keyword arguments of its class: names and types.
+
+    Raises:
+        ConfigError: no or a wrong _target_, an unknown key, a value of the wrong type.
+    """
+    from hydra.utils import get_class
+
+    target = node.get("_target_")
+    if not target:
+        raise ConfigError(f"{group}: the option has no _target_; it must name a class of prr_pipeline")
+    try:
+        cls = get_class(target)
+    except Exception as error:
+        raise ConfigError(f"{group}._target_ = {target} cannot be imported: {error}") from None
+    if not is_dataclass(cls):
+        raise ConfigError(f"{group}._target_ = {target} is no dataclass; an option's class gives its schema")
+    schema = OmegaConf.structured(cls)
+    values = OmegaConf.masked_copy(node, [str(k) for k in node if k != "_target_"])
+    try:
+        OmegaConf.merge(schema, values)
+    except ConfigKeyError as error:
+        key = str(error.full_key or error.key).split(".")[0]
+        raise ConfigError(f"{group}.{key} is unknown.{near(key, [str(k) for k in schema])}") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{group}.{error.full_key}: {str(error).splitlines()[0]}") from None
+
+
+def check_names(key: str, values: list[str], known: tuple[str, ...]) -> None:
+    """Raise ConfigError for a value that is not among the known names, or for none at all."""
+    if not values:
+        raise ConfigError(f"{key} is empty, expected some of {', '.join(known)}")
+    for value in values:
+        if value not in known:
+            raise ConfigError(f"{key}: unknown '{value}'.{near(value, known)}")
+
+
+def validate(cfg: DictConfig) -> None:
+    """Check names, types and ranges of the whole job, for all stages; imports the options' classes, does no work."""
+    check_names("stages", list(cfg.stages), STAGES)
+    check_names("runtime.modes", list(cfg.runtime.modes), MODES)
+    check_names("runtime.repair", [cfg.runtime.repair], REPAIRS)
+    check_names("model.weights", [cfg.model.weights], WEIGHTS)
+    for key, low in (("prefill_chunk", 1), ("profile_repeats", 1), ("temperature", 0.0)):
+        if cfg.runtime[key] < low:
+            raise ConfigError(f"runtime.{key} = {cfg.runtime[key]}, expected at least {low}")
+    if not 0 < cfg.runtime.top_p <= 1:
+        raise ConfigError(f"runtime.top_p = {cfg.runtime.top_p}, expected a value in (0, 1]")
+    if cfg.runtime.threads is not None and cfg.runtime.threads < 1:
+        raise ConfigError(f"runtime.threads = {cfg.runtime.threads}, expected at least 1, or null for torch's default")
+    for group in TARGET_GROUPS:
+        check_target(group, cfg[group])

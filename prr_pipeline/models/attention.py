@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hook into transformers: any model whose attention goes through its attention interface runs ours.
+
+The model is called without a cache and with explicit positions; its attention layers then hand us the new tokens' q, k, v
+after RoPE, and ours keeps the cache. An unknown implementation name also gets no mask from transformers: masking is ours.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from prr_pipeline.errors import ConfigError
+
+# layer, q [B, Hq, T, D], k and v [B, H_kv, T, D], scale -> [B, T, Hq, D]
+Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+
+_NAME = "prr"
+_HANDLER = "_prr_attention"
+
+
+def _forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    handler: Attention | None = getattr(module, _HANDLER, None)
+    if handler is None:
+        raise RuntimeError("attention 'prr' was called outside of prr_pipeline.models.attention.attached")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return handler(int(module.layer_idx), query, key, value, scale), None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(_NAME, _forward)
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The model's attention layers, in order.
+
+    Raises:
+        ConfigError: an architecture whose layers are not all full attention over one KV cache.
+    """
+    found = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "o_proj")]
+    layers = getattr(model.config, "num_hidden_layers", None)
+    if sorted(m.layer_idx for m in found) != list(range(layers or 0)):
+        raise ConfigError(
+            f"model type '{getattr(model.config, 'model_type', '?')}': {len(found)} attention layers with layer_idx and "
+            f"o_proj found, expected {layers}; only models whose every layer is full attention are served"
+        )
+    sliding = [m.layer_idx for m in found if getattr(m, "sliding_window", None)]
+    if sliding:
+        raise ConfigError(f"layers {sliding} use sliding-window attention; only full attention is served")
+    return found
+
+
+@contextmanager
+def attached(model: nn.Module, attention: Attention) -> Iterator[None]:
+    """Within it the model's attention is ours; what was there is put back in every case."""
+    modules = attention_modules(model)
+    before = model.config._attn_implementation
+    model.config._attn_implementation = _NAME
+    for m in modules:
+        setattr(m, _HANDLER, attention)
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+        for m in modules:
+            delattr(m, _HANDLER)
+
+
+@torch.no_grad()
+def forward(model: nn.Module, ids: Tensor, start: int) -> Tensor:
+    """Logits of the last of the new tokens. ids: [B, T], at positions start ... start + T - 1. -> [B, vocab]."""
+    positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand_as(ids)
+    out = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
+    return out.logits[:, -1]

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculation budget policies: how many times |A| may P be, at a context length (PRR, eq 1 and its offline profile)."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from prr_pipeline.errors import ConfigError
+
+
+@dataclass(kw_only=True)
+class BudgetPolicy(ABC):
+    """delta as a function of the context. 0 means no speculation: the step is serial."""
+
+    name: str
+
+    def check(self) -> None:
+        """Raise ConfigError for values out of range."""
+
+    @property
+    def needs_profile(self) -> bool:
+        """Whether `fit` must be called before `ratio`."""
+        return False
+
+    def fit(self, rows: list[dict[str, Any]]) -> None:
+        """Take a profile's rows: context (tokens), delta, select_us, attend_us."""
+
+    @abstractmethod
+    def ratio(self, context: int) -> float:
+        """|P| <= delta |A| at this many tokens."""
+
+    def blocks(self, top_k: int, context: int) -> int:
+        """Width of P: floor(delta K). A width that cannot hold A's size is no prediction of A and counts as 0."""
+        width = int(self.ratio(context) * top_k + 1e-9)
+        return width if width >= top_k else 0
+
+
+@dataclass(kw_only=True)
+class Off(BudgetPolicy):
+    """No speculation."""
+
+    name: str = "off"
+
+    def ratio(self, context: int) -> float:
+        """Always 0."""
+        return 0.0
+
+
+@dataclass(kw_only=True)
+class Fixed(BudgetPolicy):
+    """One delta for every context."""
+
+    name: str = "fixed"
+    delta: float = 1.5
+
+    def check(self) -> None:
+        """delta is 0 (off) or in 1 ... 8."""
+        _check_delta("budget.delta", self.delta)
+
+    def ratio(self, context: int) -> float:
+        """The configured one."""
+        return self.delta
+
+
+def _check_delta(key: str, value: float) -> None:
+    if value != 0 and not 1 <= value <= 8:
+        raise ConfigError(
+            f"{key} = {value}, expected 0 (no speculation) or a value in 1 ... 8: P must be able to hold A"
+        )
+
+
+@dataclass(kw_only=True)
+class Profiled(BudgetPolicy):
+    """The largest delta whose speculative attention is done before selection is, from a profile of this machine.
+
+    On the profile's contexts its table decides; between and beyond them a polynomial regression of both latencies.
+
+    deltas: the candidates. degree: of the polynomials. slack: share of the selection time that may be exceeded.
+    """
+
+    name: str = "profiled"
+    deltas: list[float] = field(default_factory=lambda: [1.0, 1.25, 1.5, 2.0])
+    degree: int = 2
+    slack: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._table: dict[int, float] = {}
+        self._select: np.ndarray | None = None
+        self._attend: dict[float, np.ndarray] = {}
+
+    def check(self) -> None:
+        """Raise ConfigError for no or wrong candidates."""
+        if not self.deltas:
+            raise ConfigError("budget.deltas is empty, expected at least one candidate such as 1.5")
+        for value in self.deltas:
+            _check_delta("budget.deltas", value)
+        if self.degree < 0 or self.slack < 0:
+            raise ConfigError(f"budget.degree = {self.degree} and budget.slack = {self.slack}, expected none below 0")
+
+    @property
+    def needs_profile(self) -> bool:
+        """It is made of one."""
+        return True
+
+    def fit(self, rows: list[dict[str, Any]]) -> None:
+        """See BudgetPolicy. Rows of other deltas than the candidates are ignored."""
+        contexts = sorted({int(r["context"]) for r in rows})
+        select = {int(r["context"]): float(r["select_us"]) for r in rows}
+        attend = {(int(r["context"]), float(r["delta"])): float(r["attend_us"]) for r in rows}
+        missing = [d for d in self.deltas if d and any((c, d) not in attend for c in contexts)]
+        if not contexts or missing:
+            raise ConfigError(
+                f"the profile has no rows for delta {missing or self.deltas}; run stage profile with force=true"
+            )
+        self._table = {
+            c: max((d for d in self.deltas if d and self._fits(attend[c, d], select[c])), default=0.0) for c in contexts
+        }
+        self._select = self._poly(contexts, [select[c] for c in contexts])
+        self._attend = {d: self._poly(contexts, [attend[c, d] for c in contexts]) for d in self.deltas if d}
+
+    def _fits(self, attend_us: float, select_us: float) -> bool:
+        return attend_us <= select_us * (1 + self.slack)
+
+    def _poly(self, contexts: list[int], us: list[float]) -> np.ndarray:
+        return np.polyfit(np.array(contexts) / 1024, us, min(self.degree, len(contexts) - 1))
+
+    def ratio(self, context: int) -> float:
+        """From the table, or from the regression off its grid; 0 where no candidate fits."""
+        if self._select is None:
+            raise ConfigError("budget=profiled has no profile; run stage profile before decode")
+        if context in self._table:
+            return self._table[context]
+        window = float(np.polyval(self._select, context / 1024))
+        fits = [d for d, p in self._attend.items() if self._fits(float(np.polyval(p, context / 1024)), window)]
+        return max(fits, default=0.0)
+
+    def regression(self) -> dict[str, Any]:
+        """Coefficients, highest power first, in us over context / 1024."""
+        select = [] if self._select is None else self._select.tolist()
+        return {"select_us": select, "attend_us": {str(d): p.tolist() for d, p in self._attend.items()}}

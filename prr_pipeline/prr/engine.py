@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill and the decode step, in its modes: one prompt, one token at a time.
+
+All modes run the same ops in the same order, so that they differ only in what they are meant to: which blocks were
+attended ahead of the selection (P), and what is done about the rest. With exact repair every sparse mode yields the bits
+of `serial`. On a CPU the two sides of a step run one after the other: times of parts are real, overlap is not there.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+import cutlass_kernels as ck
+from prr_pipeline.dsa.base import SparseMethod
+from prr_pipeline.models.attention import attached, forward
+from prr_pipeline.models.cache import KVCache, LayerCache
+from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off
+from prr_pipeline.prr.calibration import Window
+from prr_pipeline.prr.predictor import LAST_SCORES, PredictorState
+from prr_pipeline.prr.stats import LayerStats, StepStats
+
+Theta = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a mode does with a step.
+
+    name: dense | serial | reuse | reuse_repair | prr. repair: exact | union. budget: width of P by context; `off` is serial.
+    all_or_nothing: any miss recomputes all of A (S1). calibrated: theta from calibration, else P is what the last scores say.
+    """
+
+    name: str
+    repair: str
+    budget: BudgetPolicy
+    all_or_nothing: bool = False
+    calibrated: bool = False
+
+    @classmethod
+    def build(cls, name: str, repair: str, budget: BudgetPolicy) -> "Mode":
+        """The five modes of the paper's comparison (its S1, S2, S3 are reuse, reuse_repair, prr)."""
+        same = Fixed(name="fixed", delta=1.0)
+        modes = {
+            "dense": cls("dense", "exact", Off()),
+            "serial": cls("serial", "exact", Off()),
+            "reuse": cls("reuse", "exact", same, all_or_nothing=True),
+            "reuse_repair": cls("reuse_repair", repair, same),
+            "prr": cls("prr", repair, budget, calibrated=True),
+        }
+        return modes[name]
+
+
+@dataclass
+class Prefilled:
+    """A prompt in the cache, before the first decode step.
+
+    cache: of all but nothing: every prompt token is in. logits: [1, vocab] after the last one. windows: scores of the last
+    prompt rows by layer (layers that never select have none). ms: wall time of the prefill, the windows not counted.
+    """
+
+    cache: KVCache
+    logits: Tensor
+    windows: dict[int, Window]
+    ms: float
+    window_ms: float
+
+
+class Engine:
+    """Runs one model under one sparse method.
+
+    Args:
+        model: a transformers causal language model in eval mode.
+        method: the sparse attention method.
+        kv_heads, head_dim, layers: the model's shape.
+        prefill_chunk: prompt tokens a forward pass.
+        window: prompt rows that are scored for calibration.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: SparseMethod,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        prefill_chunk: int = 2048,
+        window: int = 64,
+    ):
+        self.model, self.method = model, method
+        self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
+        self.prefill_chunk, self.window = prefill_chunk, window
+        weight = next(model.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
+
+    def prefill(self, prompt: list[int], room: int) -> Prefilled:
+        """Dense prefill in chunks, and the scores of the last rows.
+
+        Args:
+            prompt: token ids, at least one.
+            room: tokens that will be generated after it.
+        """
+        capacity = len(prompt) + room
+        cache = KVCache(self.method, self.layers, 1, self.kv_heads, self.head_dim, capacity, self.dtype, self.device)
+        handler = _Prefill(cache, self.window)
+        ids = torch.tensor([prompt], device=self.device)
+        start = time.perf_counter()
+        with attached(self.model, handler):
+            for at in range(0, len(prompt), self.prefill_chunk):
+                chunk = ids[:, at : at + self.prefill_chunk]
+                cache.set_length(at + chunk.shape[1])
+                logits = forward(self.model, chunk, at)
+        done = time.perf_counter()
+        windows = {layer: window for layer in range(self.layers) if (window := handler.replay(layer)) is not None}
+        return Prefilled(cache, logits, windows, (done - start) * 1e3, (time.perf_counter() - done) * 1e3)
+
+    def decoder(self, start: Prefilled, mode: Mode, thetas: dict[int, Theta]) -> "Decoder":
+        """A decoder of its own copy of the cache.
+
+        Args:
+            thetas: by layer, for modes that are calibrated.
+        """
+        return Decoder(self, start, mode, thetas)
+
+
+class _Prefill:
+    """Dense causal attention over the cache; keeps the last queries of each layer."""
+
+    def __init__(self, cache: KVCache, window: int):
+        self.cache, self.window = cache, window
+        self.queries: dict[int, Tensor] = {}
+        self.scale = 1.0
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        keys, values = self.cache.write(layer, k, v)
+        kept = torch.cat((self.queries[layer], q), 2) if layer in self.queries else q
+        self.queries[layer] = kept[:, :, -self.window :].clone()
+        self.scale = scale
+        return causal_attention(q, keys, values, scale).transpose(1, 2)
+
+    def replay(self, layer: int) -> Window | None:
+        """Append the last rows again, one by one as decode will, and score each: [W, H_kv, N].
+
+        The metadata that this leaves behind is what decode goes on with.
+        """
+        cache, method = self.cache, self.cache.method
+        rows = self.queries[layer].shape[2]
+        first = cache.length - rows
+        cache.rebuild(layer, first)
+        at = cache.layers[layer]
+        B, H = at.k.shape[:2]
+        scores = torch.empty(rows, B, H, cache.num_blocks, dtype=torch.float32, device=at.k.device)
+        scored = layer >= method.dense_layers
+        keys, values = (x.flatten(2, 3)[:, :, first : cache.length].clone() for x in (at.k, at.v))
+        lengths = torch.arange(first + 1, cache.length + 1, dtype=torch.int32, device=at.k.device)
+        for i in range(rows):
+            lens = lengths[i].expand(B).contiguous()
+            method.append(keys[:, :, i].contiguous(), values[:, :, i].contiguous(), at.k, at.v, at.meta, lens)
+            if scored:
+                method.score(self.queries[layer][:, :, i].contiguous(), at.meta, lens, self.scale, scores[i])
+        return Window(scores[:, 0], lengths) if scored else None
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Dense attention of the last rows of a sequence. q: [B, Hq, T, D], k, v: [B, H_kv, L, D] -> [B, Hq, T, D]."""
+    T, L = q.shape[2], k.shape[2]
+    mask = None
+    if T != L:
+        mask = torch.ones(T, L, dtype=torch.bool, device=q.device).tril(L - T)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+@dataclass
+class Clock:
+    """Wall time of the parts of a step, in ms."""
+
+    ms: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        """Add the time within to a part."""
+        start = time.perf_counter()
+        yield
+        self.ms[part] = self.ms.get(part, 0.0) + (time.perf_counter() - start) * 1e3
+
+
+class Decoder:
+    """Decodes one sequence in one mode; see Engine.decoder."""
+
+    def __init__(self, engine: Engine, start: Prefilled, mode: Mode, thetas: dict[int, Theta]):
+        self.engine, self.mode, self.method = engine, mode, engine.method
+        self.cache = start.cache.clone()
+        self.logits = start.logits
+        self.clock = Clock()
+        self.layer_stats: dict[int, LayerStats] = {}
+        self.states: dict[int, PredictorState] = {}
+        self.last_ids: dict[int, Tensor] = {}
+        cache = self.cache
+        shape = (1, engine.kv_heads, cache.num_blocks)
+        self.scores = torch.empty(shape, dtype=torch.float32, device=engine.device)
+        self.all_blocks = torch.arange(cache.num_blocks, dtype=torch.int32, device=engine.device).expand(shape)
+        width = self._width(cache.length + 1)
+        for layer, window in start.windows.items():
+            theta = thetas[layer] if mode.calibrated and width else LAST_SCORES
+            self.states[layer] = self._warm(window, theta, width)
+
+    def _width(self, context: int) -> int:
+        return self.mode.budget.blocks(self.method.top_k, context)
+
+    def _warm(self, window: Window, theta: Theta, width: int) -> PredictorState:
+        """The state after the prompt's last rows; only the last one needs its P."""
+        state = PredictorState(self.method, window.scores[:1], theta)
+        rows = window.lengths.shape[0]
+        for i in range(rows - 1 if theta == LAST_SCORES else 0, rows):
+            state.update(window.scores[i : i + 1], window.lengths[i : i + 1], width if i == rows - 1 else 0)
+        return state
+
+    def step(self, token: int) -> tuple[Tensor, StepStats]:
+        """Feed one token; logits [1, vocab] of the next, and what the step did."""
+        cache, engine = self.cache, self.engine
+        context = cache.length + 1
+        self.clock, self.layer_stats = Clock(), {}
+        ids = torch.tensor([[token]], device=engine.device)
+        start = time.perf_counter()
+        with attached(engine.model, self._attention):
+            cache.set_length(context)
+            self.logits = forward(engine.model, ids, context - 1)
+        ms = (time.perf_counter() - start) * 1e3
+        return self.logits, StepStats(context, ms, dict(self.clock.ms), dict(self.layer_stats))
+
+    def _attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        q, k, v = (x[:, :, 0].contiguous() for x in (q, k, v))
+        with self.clock("append"):
+            at = self.cache.append(layer, k, v)
+        selects = self.mode.name != "dense" and self.method.selects(layer, self.cache.length)
+        out = self._sparse(layer, at, q, scale) if selects else self._dense(at, q, scale)
+        return out[:, None]
+
+    def _dense(self, at: LayerCache, q: Tensor, scale: float) -> Tensor:
+        """The op over all blocks: bit for bit what a selection of all of them gives."""
+        ids = self.all_blocks[:, :, : self.method.blocks(self.cache.length)].contiguous()
+        with self.clock("attend"):
+            partials = ck.attend(q, at.k, at.v, ids, self.cache.seq_lens, scale)
+        return self._merge(q, *partials)
+
+    def _merge(self, q: Tensor, o: Tensor, lse: Tensor) -> Tensor:
+        with self.clock("repair"):
+            return ck.merge(o, lse, (torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)))[0]
+
+    def _sparse(self, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
+        lens, method, state = self.cache.seq_lens, self.method, self.states[layer]
+        predicted = state.ids
+        speculates = predicted.shape[2] > 0
+        if speculates:  # what a side stream does beside the selection
+            with self.clock("attend"):
+                partials = ck.attend(q, at.k, at.v, predicted, lens, scale)
+        with self.clock("select"):
+            method.score(q, at.meta, lens, scale, self.scores)
+            rule = (method.block_size, method.top_k, method.sink, method.local)
+            chosen = ck.select(self.scores, lens, *rule, predicted=predicted)
+        if not speculates:
+            with self.clock("attend"):
+                partials = ck.attend(q, at.k, at.v, chosen.ids, lens, scale)
+            out = self._merge(q, *partials)
+        elif self.mode.repair == "union":
+            running = (q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32))
+            with self.clock("attend"):
+                ck.merge(*partials, running)
+            with self.clock("repair"):
+                out, _ = ck.repair_union(q, at.k, at.v, chosen, *running, lens, scale)
+        else:
+            with self.clock("repair"):
+                kept = self._all_or_nothing(chosen) if self.mode.all_or_nothing else chosen
+                out, _ = ck.repair(q, at.k, at.v, kept, *partials, lens, scale)
+        with self.clock("stats"):
+            self.layer_stats[layer] = LayerStats.of(chosen, predicted, self.last_ids.get(layer), lens, method)
+            self.last_ids[layer] = chosen.ids
+        with self.clock("predict"):
+            if self.mode.budget.name != "off":
+                state.update(self.scores, lens, self._width(self.cache.length + 1))
+        return out
+
+    @staticmethod
+    def _all_or_nothing(chosen: ck.Selection) -> ck.Selection:
+        """S1: a sequence with any miss uses none of its partials."""
+        missed = chosen.counts[..., 1].amax(1)[:, None, None] > 0
+        return chosen._replace(position=torch.where(missed, -1, chosen.position))

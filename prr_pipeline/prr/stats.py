@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decode step did: hits, misses and waste of the prediction, by layer, and times of its parts.
+
+Rates are over dynamic blocks (those that no rule forces into A) and, beside them, over all of A. Counts are blocks a
+(sequence, KV head).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import cutlass_kernels as ck
+from prr_pipeline.dsa.base import SparseMethod
+
+PARTS = ("select", "attend", "repair", "predict")
+
+
+@dataclass(frozen=True)
+class LayerStats:
+    """Sums over KV heads of one layer: sizes of A, of its dynamic part, of what P held and missed of them, of P."""
+
+    heads: int
+    chosen: int
+    dynamic: int
+    missed: int
+    missed_dynamic: int
+    predicted: int
+    kept_dynamic: int | None  # of A's dynamic blocks, in the A before; None at the first step
+
+    @classmethod
+    def of(
+        cls, chosen: ck.Selection, predicted: Tensor, before: Tensor | None, seq_lens: Tensor, method: SparseMethod
+    ) -> "LayerStats":
+        """Count; before: the ids of the step before, of the same layer."""
+        n = ((seq_lens + method.block_size - 1) // method.block_size)[:, None, None]
+        ids, missed = chosen.ids, chosen.missed
+
+        def dynamic(x: Tensor) -> Tensor:
+            return (x >= method.sink) & (x < n - method.local)
+
+        kept = ids.new_zeros(()) if before is None else _found(ids, before)[dynamic(ids)].sum()
+        counts = torch.stack(
+            (
+                chosen.counts[..., 0].sum(),
+                dynamic(ids).sum(),
+                chosen.counts[..., 1].sum(),
+                (dynamic(missed) & (missed >= 0)).sum(),
+                (predicted >= 0).sum(),
+                kept,
+            )
+        ).tolist()
+        heads = ids.shape[0] * ids.shape[1]
+        return cls(heads, *counts[:5], counts[5] if before is not None else None)
+
+    @property
+    def wasted(self) -> int:
+        """Blocks of P that A did not want."""
+        return self.predicted - (self.chosen - self.missed)
+
+
+def _found(ids: Tensor, within: Tensor) -> Tensor:
+    return (ids[..., :, None] == within[..., None, :]).any(-1)
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One step: context (tokens, the new one included), wall time, parts of it, and its selecting layers."""
+
+    context: int
+    wall_ms: float
+    parts: dict[str, float]
+    layers: dict[int, LayerStats]
+
+    @property
+    def ms(self) -> float:
+        """Wall time without our own book-keeping."""
+        return self.wall_ms - self.parts.get("stats", 0.0)
+
+    def record(self, speculates: bool) -> dict[str, float | None]:
+        """The step's row of steps.jsonl: times in ms, rates in 0..1, blocks a (sequence, KV head, layer)."""
+        parts = {f"{p}_ms": self.parts.get(p, 0.0) for p in PARTS}
+        row: dict[str, float | None] = {"context": self.context, "ms": self.ms, **parts}
+        row["other_ms"] = self.ms - sum(parts.values())
+        return row | rates(list(self.layers.values()), speculates)
+
+
+def rates(layers: list[LayerStats], speculates: bool) -> dict[str, float | None]:
+    """Rates and counts over some layers or steps; None where there was nothing to count."""
+
+    def total(name: str) -> int:
+        return sum(getattr(x, name) for x in layers)
+
+    def share(part: float, whole: float) -> float | None:
+        return part / whole if whole else None
+
+    kept = [x for x in layers if x.kept_dynamic is not None]
+    overlap = share(sum(x.kept_dynamic or 0 for x in kept), sum(x.dynamic for x in kept))
+    if not speculates:
+        return {"hit_dynamic": None, "hit_all": None, "missed": None, "wasted": None, "overlap_last": overlap}
+    missed, heads = total("missed"), total("heads")
+    return {
+        "hit_dynamic": share(total("dynamic") - total("missed_dynamic"), total("dynamic")),
+        "hit_all": share(total("chosen") - missed, total("chosen")),
+        "missed": share(missed, heads),
+        "wasted": share(total("wasted"), heads),
+        "overlap_last": overlap,
+    }
