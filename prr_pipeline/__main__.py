@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: compose a job with Hydra, validate it, run it."""
+
+import logging
+import sys
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from prr_pipeline import config, overrides
+from prr_pipeline.errors import PrrError
+
+log = logging.getLogger(__name__)
+
+config.register()
+
+
+@hydra.main(version_base="1.3", config_path=str(config.config_dir()), config_name="config")
+def job(cfg: DictConfig) -> None:
+    """Run one job; a user's mistake ends with its message and exit code 2, in a sweep as that job's failure."""
+    from prr_pipeline import pipeline  # heavy: only a job that runs pays for torch
+
+    try:
+        pipeline.run(cfg)
+    except PrrError as error:
+        log.error("%s", error)
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise
+        sys.exit(2)
+
+
+def main() -> None:
+    """Entry point of `python -m prr_pipeline` and of the console script."""
+    try:
+        sys.argv[1:] = overrides.prepare(sys.argv[1:])
+    except PrrError as error:
+        print(f"prr_pipeline: {error}", file=sys.stderr)
+        sys.exit(2)
+    job()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the stages of a job in order: skips what is done, resumes what was interrupted, records what happened."""
+
+import json
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from omegaconf import DictConfig
+
+import cutlass_kernels as ck
+from prr_pipeline.artifacts import StageFolder, digest, write_json
+from prr_pipeline.config import STAGES, validate
+from prr_pipeline.errors import ArtifactError, ConfigError
+from prr_pipeline.stages import calibrate, decode, evaluate, profile
+from prr_pipeline.stages.job import Job
+
+log = logging.getLogger(__name__)
+
+_RUN: dict[str, Callable[[Job, StageFolder, Any], None]] = {
+    "calibrate": calibrate.run,
+    "profile": profile.run,
+    "decode": decode.run,
+    "evaluate": evaluate.run,
+}
+_READS = {
+    "calibrate": (),
+    "profile": (),
+    "decode": ("calibrate", "profile"),
+    "evaluate": ("decode", "calibrate", "profile"),
+}
+
+
+def run(cfg: DictConfig) -> None:
+    """Validate the whole job, then run its stages.
+
+    Raises:
+        PrrError: what the user can act on; status.json in the job's folder says at which stage.
+    """
+    validate(cfg)
+    job = Job(cfg)
+    job.check()
+    _refuse_ranks()
+    if job.runtime.threads is not None:
+        torch.set_num_threads(job.runtime.threads)
+    ck.debug(job.runtime.debug_checks)
+    fabric = Fabric(accelerator=job.device, devices=1)
+    fabric.launch()
+    fabric.seed_everything(cfg.seed, verbose=False)
+    log.info(
+        "job %s: %s x %s x %s, %s", cfg.experiment, job.model_cfg.name, job.method.name, job.benchmark.name, job.root
+    )
+    write_json(job.root / "config.json", job.config)
+    stages = [s for s in STAGES if s in cfg.stages]
+    for stage in stages:
+        try:
+            _stage(job, stage)
+        except BaseException as error:
+            _status(job, stage, "failed", error)
+            raise
+    _status(job, stages[-1], "done", None)
+    log.info("outputs: %s", job.root)
+
+
+def _refuse_ranks() -> None:
+    """One job is one process; ranks that a launcher announces would each run all of it."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE = {os.environ['WORLD_SIZE']}: a job runs in one process. Start it without torchrun; "
+            "a sweep (-m) spreads jobs over machines with hydra/launcher=slurm"
+        )
+
+
+def _stage(job: Job, stage: str) -> None:
+    folder = job.folder(stage)
+    if job.cfg.force:
+        _clear(folder)
+    elif _is_current(job, folder):
+        log.info("%s: done already, skipped (%s; force=true redoes it)", stage, folder.path)
+        if stage == "evaluate":
+            evaluate.show(folder)
+        return
+    start = time.monotonic()
+    log.info("%s: starts", stage)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    group = f"{job.cfg.experiment}-{digest(job.config)[:12]}"
+    with job.tracker.run(stage, group, job.config, folder.path) as tracked:
+        _RUN[stage](job, folder, tracked)
+    log.info("%s: done in %.1f s", stage, time.monotonic() - start)
+
+
+def _is_current(job: Job, folder: StageFolder) -> bool:
+    """Whether a stage is done, and from the outputs of the stages before it as they are now."""
+    manifest = folder.load()
+    if manifest is None:
+        return False
+    for source in _READS[folder.stage]:
+        if source in manifest["inputs"]:
+            now = job.folder(source).load()
+            if now is None or digest(now) != manifest["inputs"][source]:
+                raise ArtifactError(
+                    f"{folder.path} was made from another output of {source} than {job.folder(source).path} holds now; "
+                    f"redo it with force=true"
+                )
+    return True
+
+
+def _clear(folder: StageFolder) -> None:
+    """Forget a stage: its manifest first, so that a killed process leaves no false one."""
+    folder.manifest.unlink(missing_ok=True)
+    for path in folder.path.glob("*.json*"):
+        path.unlink()
+
+
+def _status(job: Job, stage: str, state: str, error: BaseException | None) -> None:
+    """status.json: the stage reached, its state and, if it failed, why (with the traceback)."""
+    status: dict[str, Any] = {"stage": stage, "state": state, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    if error is not None:
+        status["error"] = f"{type(error).__name__}: {error}"
+        status["traceback"] = "".join(traceback.format_exception(error))
+    try:
+        write_json(job.root / "status.json", status)
+    except OSError as full:
+        log.warning("status.json could not be written: %s (%s)", full, json.dumps(status.get("error")))

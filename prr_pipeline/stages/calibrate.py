@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage calibrate: theta* of every prompt and layer, the grid's hit rates, and hit rates against delta."""
+
+import logging
+import time
+from typing import Any
+
+from prr_pipeline.artifacts import Records, StageFolder
+from prr_pipeline.prr.calibration import Window, calibrate, locality
+from prr_pipeline.stages.job import Job, Prompt
+from prr_pipeline.tracking.progress import Progress
+
+log = logging.getLogger(__name__)
+
+DELTAS = (1.0, 1.25, 1.5, 2.0)
+
+
+def run(job: Job, folder: StageFolder, run: Any) -> None:
+    """Prefill each prompt and calibrate on its last rows; samples already there are kept."""
+    records = Records(folder / "samples.jsonl")
+    done = {r["id"]: r for r in records.read()}
+    if done:
+        log.info("calibrate: %d samples are there already, going on after them", len(done))
+    prompts = list(job.prompts())
+    left = [p for p in prompts if p.sample.id not in done]
+    with Progress("calibrate", len(prompts), done=len(prompts) - len(left)) as bar:
+        for prompt in left:
+            start = time.perf_counter()
+            row = _sample(job, prompt)
+            records.append([row])
+            done[row["id"]] = row
+            hit = _mean([x["hit"] for x in row["layers"]])
+            bar.update(tokens=len(prompt.ids), seconds=time.perf_counter() - start, hit_rate=hit)
+    for row in done.values():
+        for point in row["locality"]:
+            run.log({f"hit/{point['predictor']}/delta_{point['delta']}": point["hit_dynamic"]})
+    folder.finish(job.device_name(), {}, [records.path], {"objective": job.predictor.objective})
+
+
+def _sample(job: Job, prompt: Prompt) -> dict[str, Any]:
+    start = job.engine.prefill(prompt.ids, 0)
+    length = start.cache.length
+    layers, points = [], []
+    for layer, window in start.windows.items():
+        if not job.method.selects(layer, length):
+            continue
+        found = calibrate(window, job.predictor, job.method)
+        theta = dict(zip(("alpha", "beta", "gamma"), (round(x, 6) for x in found.theta), strict=True))
+        grid = [_number(x) for x in found.grid]
+        layers.append({"layer": layer, "theta": theta, "hit": _number(found.hit), "grid": grid})
+        points.append(locality(window, found.theta, job.method, list(DELTAS)))
+    return {
+        "id": prompt.sample.id,
+        "task": prompt.sample.task,
+        "prompt_tokens": length,
+        "window": _rows(start.windows),
+        "layers": layers,
+        "locality": _means(points),
+    }
+
+
+def _rows(windows: dict[int, Window]) -> int:
+    return max((w.lengths.shape[0] for w in windows.values()), default=0)
+
+
+def _means(points: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Means over layers of equal rows."""
+    out = []
+    for rows in zip(*points, strict=True):
+        mean = {key: _mean([r[key] for r in rows]) for key in ("hit_all", "hit_dynamic")}
+        out.append({"predictor": rows[0]["predictor"], "delta": rows[0]["delta"], **mean})
+    return out
+
+
+def _number(x: float) -> float | None:
+    return round(x, 6) if x == x else None
+
+
+def _mean(values: list[float | None]) -> float | None:
+    real = [v for v in values if v is not None and v == v]
+    return round(sum(real) / len(real), 6) if real else None

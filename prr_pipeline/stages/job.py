@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every stage gets: the options as objects, and the model and samples, made at first use."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from prr_pipeline.artifacts import StageFolder, digest, resolved
+from prr_pipeline.benchmarks.base import Benchmark, Sample
+from prr_pipeline.config import MODES, ModelConfig, RuntimeConfig
+from prr_pipeline.dsa.base import SparseMethod
+from prr_pipeline.errors import ConfigError
+from prr_pipeline.models import load
+from prr_pipeline.models.tokenizer import encode_prompt
+from prr_pipeline.prr.budget import BudgetPolicy
+from prr_pipeline.prr.engine import Engine
+from prr_pipeline.prr.predictor import EmaPredictor
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A sample in the model's tokens."""
+
+    sample: Sample
+    ids: list[int]
+
+
+class Job:
+    """A validated job.
+
+    Args:
+        cfg: the composed configuration; `check` raises ConfigError or MissingInput for what cannot run.
+    """
+
+    def __init__(self, cfg: DictConfig):
+        self.cfg = cfg
+        self.config = resolved(cfg)
+        self.model_cfg: ModelConfig = _typed(ModelConfig, cfg.model)
+        self.runtime: RuntimeConfig = _typed(RuntimeConfig, cfg.runtime)
+        self.method: SparseMethod = instantiate(cfg.dsa, _convert_="all")
+        self.benchmark: Benchmark = instantiate(cfg.benchmark, _convert_="all")
+        self.predictor: EmaPredictor = instantiate(cfg.predictor, _convert_="all")
+        self.budget: BudgetPolicy = instantiate(cfg.budget, _convert_="all")
+        self.tracker: Any = instantiate(cfg.tracker, _convert_="all")
+        self.root = Path(cfg.output).absolute() / cfg.experiment / digest(self.config)[:12]
+        self.wandb_dirs: list[str] = []
+
+    @cached_property
+    def device(self) -> str:
+        """cpu or cuda."""
+        return load.resolve_device(self.runtime.device)
+
+    @property
+    def modes(self) -> list[str]:
+        """Modes to decode, in canonical order; serial is always among them."""
+        return [m for m in MODES if m in self.runtime.modes or m == "serial"]
+
+    def check(self) -> None:
+        """Everything that can be known to fail before any work."""
+        for option in (self.method, self.benchmark, self.predictor, self.budget, self.tracker):
+            option.check()
+        self._check_length()
+        stages = list(self.cfg.stages)
+        if self.budget.needs_profile and "decode" in stages and not self._available("profile"):
+            raise ConfigError(
+                "budget=profiled needs stage profile before decode: stages=[calibrate,profile,decode,evaluate]"
+            )
+        if stages != ["evaluate"]:
+            load.check(self.model_cfg, self.device)
+
+    def _available(self, stage: str) -> bool:
+        return stage in self.cfg.stages or self.folder(stage).manifest.exists()
+
+    def _check_length(self) -> None:
+        """A job whose contexts never reach the budget would compare dense with dense."""
+        length = getattr(self.benchmark, "length", None)
+        if length is None:
+            return
+        if length > self.model_cfg.max_context:
+            raise ConfigError(
+                f"benchmark.length = {length} tokens, but model {self.model_cfg.name} goes to {self.model_cfg.max_context}"
+            )
+        sparse = [m for m in self.modes if m not in ("dense", "serial")]
+        if sparse and not self.method.selects(self.method.dense_layers, length):
+            need = max(self.method.budget_tokens, self.method.dense_len)
+            raise ConfigError(
+                f"context below budget: everything would be dense. benchmark.length = {length} tokens, but "
+                f"dsa={self.method.name} selects only beyond {need} (top_k {self.method.top_k} blocks of "
+                f"{self.method.block_size}, dense_len {self.method.dense_len}). Raise benchmark.length or lower dsa.top_k"
+            )
+
+    def folder(self, stage: str) -> StageFolder:
+        """Where a stage's output is."""
+        return StageFolder(self.root / stage, stage, self.config)
+
+    @cached_property
+    def loaded(self) -> load.LoadedModel:
+        """The model, its tokenizer and shape."""
+        log.info("loading %s (%s) on %s", self.model_cfg.name, self.model_cfg.weights, self.device)
+        loaded = load.load(self.model_cfg, self.device, self.cfg.seed)
+        d = loaded.description
+        log.info("loaded: %s", ", ".join(f"{k} {v}" for k, v in d.items()))
+        return loaded
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The decode engine of this model and method."""
+        shape = self.loaded.shape
+        return Engine(
+            self.loaded.model,
+            self.method,
+            shape.layers,
+            shape.kv_heads,
+            shape.head_dim,
+            self.runtime.prefill_chunk,
+            self.predictor.window,
+        )
+
+    def prompts(self) -> Iterator[Prompt]:
+        """The benchmark's samples for this model's tokenizer, in their order."""
+        tokenizer, chat = self.loaded.tokenizer, self.model_cfg.chat_template and self.benchmark.chat
+
+        def encode(prompt: str, prefix: str) -> list[int]:
+            return encode_prompt(tokenizer, prompt, prefix, chat)
+
+        for sample in self.benchmark.samples(lambda p, a: len(encode(p, a)), self.cfg.seed):
+            ids = encode(sample.prompt, sample.answer_prefix)
+            if len(ids) + sample.max_new_tokens > self.model_cfg.max_context:
+                raise ConfigError(
+                    f"sample {sample.id}: {len(ids)} + {sample.max_new_tokens} tokens, but model {self.model_cfg.name} "
+                    f"goes to {self.model_cfg.max_context}"
+                )
+            yield Prompt(sample, ids)
+
+    def device_name(self) -> str:
+        """For manifests."""
+        return torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
+
+
+def _typed(cls: type, node: DictConfig) -> Any:
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), node))
