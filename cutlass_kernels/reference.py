@@ -203,22 +203,30 @@ def _log_sum_exp(x: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------- selection
-def top_blocks(values: Tensor, seq_lens: Tensor, block_size: int, sink: int, local: int, ids: Tensor) -> None:
-    """The selection rule, of A and of P alike: forced blocks, then the highest values, ties to the lowest id.
+def rank_blocks(values: Tensor, seq_lens: Tensor, block_size: int, sink: int, local: int) -> Tensor:
+    """The order of selection, of A and of P alike: forced blocks, then the highest values, ties to the lowest id.
 
-    Rows of at most K blocks take them all. -inf and NaN are never taken unless forced.
+    Returns [B, H_kv, N] int64: a set of K blocks is those of rank < K. -inf, NaN and blocks without tokens, unless
+    forced, rank N: they are never taken.
     """
     B, H, N = values.shape
-    K = ids.shape[2]
-    n = num_blocks(seq_lens, block_size)[:, None, None]
     index = torch.arange(N, device=values.device)
-    inside = index < n
-    forced = inside & ((index < sink) | (index >= n - local))
-    open_ = torch.where(inside & ~forced & (values == values), values, -INF)
+    n = num_blocks(seq_lens, block_size)[:, None]
+    forced = (index < n) & ((index < sink) | (index >= n - local))  # [B, N]
+    open_ = torch.where(((index < n) & ~forced)[:, None] & (values == values), values, -INF)
     order = open_.sort(dim=2, descending=True, stable=True).indices
-    rank = torch.empty_like(order).scatter_(2, order, index.expand(B, H, N))
-    room = K - forced.sum(2, keepdim=True)
-    taken = torch.where(n <= K, inside, forced | ((open_ > -INF) & (rank < room)))
+    rank = torch.empty_like(order).scatter_(2, order, (index + forced.sum(1)[:, None])[:, None].expand(B, H, N))
+    rank = torch.where(open_ > -INF, rank, N)
+    return torch.where(forced[:, None], (forced.cumsum(1) - 1)[:, None], rank)
+
+
+def top_blocks(values: Tensor, seq_lens: Tensor, block_size: int, sink: int, local: int, ids: Tensor) -> None:
+    """The first K of rank_blocks, ascending; a row of at most K blocks takes them all, whatever their values."""
+    N, K = values.shape[2], ids.shape[2]
+    inside = _inside(seq_lens, block_size, N)[:, None]
+    few = num_blocks(seq_lens, block_size)[:, None, None] <= K
+    taken = torch.where(few, inside, rank_blocks(values, seq_lens, block_size, sink, local) < K)
+    index = torch.arange(N, device=values.device)
     ascending = torch.where(taken, index, N).sort(dim=2).values[:, :, :K]
     ids.fill_(-1)
     ids[:, :, : ascending.shape[2]] = torch.where(ascending < N, ascending, -1)
@@ -268,15 +276,20 @@ def predict(
     ids: Tensor,
 ) -> None:
     """Eq 3, then eq 2: update level and trend with the scores just seen, and rank the blocks of the next step."""
-    alpha, beta, gamma = (theta[:, i, None, None] for i in range(3))
+    learn(scores, level, trend, theta, seq_lens, block_size)
+    following = torch.where(seq_lens > 0, seq_lens + 1, 0)
+    top_blocks(level + theta[:, 2, None, None] * trend, following, block_size, sink, local, ids)
+
+
+def learn(scores: Tensor, level: Tensor, trend: Tensor, theta: Tensor, seq_lens: Tensor, block_size: int) -> None:
+    """Eq 3 in place; a block's first finite score sets level = IS, trend = 0; other scores that are not finite are skipped."""
+    alpha, beta = theta[:, 0, None, None], theta[:, 1, None, None]
     fresh = level != level  # NaN: never scored
     seen = torch.isfinite(scores) & _inside(seq_lens, block_size, scores.shape[2])[:, None]
     new_trend = torch.where(fresh, 0.0, beta * (scores - level) + (1 - beta) * trend)
     new_level = torch.where(fresh, scores, alpha * scores + (1 - alpha) * level)
     trend.copy_(torch.where(seen, new_trend, trend))
     level.copy_(torch.where(seen, new_level, level))
-    following = torch.where(seq_lens > 0, seq_lens + 1, 0)
-    top_blocks(level + gamma * trend, following, block_size, sink, local, ids)
 
 
 # ---------------------------------------------------------------------------------------------------- attention
@@ -313,7 +326,7 @@ def attend(
         p = torch.exp((s - base[..., None]).contiguous())
         total = _tree_last(p)
         weighted = _tree_rows(p[..., None] * values[:, :, :, None])
-        some = total > 0
+        some = total != 0  # true of NaN: a wrong read must show, not weigh nothing
         o[:, :, part] = torch.where(some[..., None], weighted / total[..., None], 0.0)
         lse[:, :, part] = torch.where(some, base + torch.log(total), -INF)
 
@@ -328,7 +341,8 @@ def _locate(ids: Tensor, seq_lens: Tensor, page_table: Tensor | None, T: int, S:
     elif page_table.shape[2] == 0:
         slot = torch.full_like(block, -1)
     else:
-        slot = page_table.long().gather(2, block.clamp(max=page_table.shape[2] - 1))
+        last = page_table.shape[2] - 1
+        slot = torch.where(block > last, -1, page_table.long().gather(2, block.clamp(max=last)))
     valid = valid & (slot >= 0) & (slot < S)
     live = torch.where(valid, (seq_lens[:, None, None] - block * T).clamp(max=T), 0)
     return live, torch.where(valid, slot, 0)
@@ -341,8 +355,8 @@ def merge(o: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
     base = torch.where(top > -INF, top, 0.0)
     w = torch.exp((lse - base[:, :, None]).contiguous())
     total = _tree_parts(w)
-    weighted = _tree_parts(torch.where(w[..., None] > 0, w[..., None] * o, 0.0))
-    some = total > 0
+    weighted = _tree_parts(torch.where(w[..., None] == 0, 0.0, w[..., None] * o)) + 0.0  # padding makes 0 of -0
+    some = total != 0
     out.copy_(torch.where(some[..., None], weighted / total[..., None], 0.0).view(B, H * G, D))
     out_lse.copy_(torch.where(some, base + torch.log(total), -INF).view(B, H * G))
 

@@ -54,6 +54,11 @@ class KVCache:
             k, v = (torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2))
             self.layers.append(LayerCache(k, v, method.metadata(k)))
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of keys, values and metadata."""
+        return sum(x.nbytes for a in self.layers for x in (a.k, a.v, *a.meta.values()))
+
     def set_length(self, tokens: int) -> None:
         """Declare how many tokens are valid; the step's new one is counted before any layer appends it."""
         if not 0 <= tokens <= self.capacity:

@@ -1,23 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration (PRR, eq 4 and 5): replay the predictor over the last rows of a prompt, for all candidates at once.
+"""Calibration (PRR, eq 4 and 5): replay the predictor over the last rows of a prompt, all candidates and layers at once.
 
-A candidate is a row of the batch of the op that decodes with it, so the grid is one pass and what is measured is what will
-run. The full score matrix of a long prompt does not fit; a window of its last rows does.
+What is replayed is the predictor's own arithmetic and the selection's own order (`reference.learn`, `rank_blocks`). The
+full score matrix of a long prompt does not fit; a window of its last rows does.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-import cutlass_kernels as ck
+from cutlass_kernels.reference import learn, num_blocks, rank_blocks
 from prr_pipeline.dsa.base import SparseMethod
 from prr_pipeline.prr.predictor import LAST_SCORES, EmaPredictor
 
 
+@dataclass(frozen=True)
+class Window:
+    """Scores of the last W rows of a prompt in one layer.
+
+    scores: [W, H_kv, N] float32. lengths: [W] int32, tokens in the cache at that row, itself included.
+    """
+
+    scores: Tensor
+    lengths: Tensor
+
+
 class Hits(NamedTuple):
-    """Shares of A that P held, means over rows and KV heads; [C] float32 each, NaN where nothing could be counted.
+    """Shares of A that P held, means over rows and KV heads; NaN where nothing could be counted.
 
     all: of all blocks of A. dynamic: of those not forced. weighted: eq 4, of the scores of the dynamic ones.
     """
@@ -27,71 +39,47 @@ class Hits(NamedTuple):
     weighted: Tensor
 
 
-@dataclass(frozen=True)
-class Window:
-    """Scores of the last rows of a prompt in one layer.
-
-    scores: [W, H_kv, N] float32. lengths: [W] int32, tokens in the cache at that row, itself included.
-    """
-
-    scores: Tensor
-    lengths: Tensor
-
-
-def hit_rates(window: Window, thetas: Tensor, method: SparseMethod, width: int) -> Hits:
-    """Replay C candidates over a window: P from rows before, A of each row.
+def hit_rates(windows: Sequence[Window], thetas: Tensor, method: SparseMethod, widths: Sequence[int]) -> Hits:
+    """Replay candidates over the windows of L layers: P from the rows before, against A of each row but the first.
 
     Args:
-        window: of one layer.
-        thetas: [C, 3] float32.
-        method: its selection rule makes A; P follows the same rule.
-        width: |P| in blocks, delta top_k.
+        windows: of layers of one prompt, [W, H_kv, N] each.
+        thetas: [C, 3] float32, the same for all layers, or [L, C, 3].
+        widths: sizes of P in blocks, delta top_k.
+
+    Returns:
+        [len(widths), L, C] float32 each.
     """
-    C = thetas.shape[0]
-    _, H, N = window.scores.shape
-    level = window.scores.new_full((C, H, N), float("nan"))
+    scores = torch.stack([w.scores for w in windows], 1)  # [W, L, H, N]
+    W, L, H, N = scores.shape
+    C = thetas.shape[-2]
+    flat = thetas.to(scores.device).expand(L, C, 3).reshape(L * C, 3).contiguous()
+    level = scores.new_full((L * C, H, N), float("nan"))
     trend = torch.zeros_like(level)
-    predicted = torch.full((C, H, width), -1, dtype=torch.int32, device=level.device)
-    thetas = thetas.to(level.device)
+    rule = (method.block_size, method.sink, method.local)
     sums: list[Hits] = []
-    for row, length in zip(window.scores, window.lengths, strict=True):
-        if sums or bool((predicted >= 0).any()):
-            sums.append(_row_hits(row, length, predicted, method))
-        lens = length.expand(C).contiguous()
-        scores = row.expand(C, H, N).contiguous()
-        ck.predict(scores, level, trend, thetas, lens, method.block_size, method.sink, method.local, predicted)
-    if not sums:
-        return Hits(*(level.new_full((C,), float("nan")) for _ in range(3)))
-    return Hits(*(torch.stack(x).flatten(0, 0).nanmean(0) for x in zip(*sums, strict=True)))
+    for i in range(W):
+        lens = windows[0].lengths[i : i + 1].expand(L * C).contiguous()
+        if i:
+            rank = rank_blocks(level + flat[:, 2, None, None] * trend, lens, *rule)
+            sums.append(_shares(scores[i], rank.view(L, C, H, N), lens[:L], method, widths))
+        learn(scores[i, :, None].expand(L, C, H, N).reshape(L * C, H, N), level, trend, flat, lens, method.block_size)
+    return Hits(*(torch.stack(x).nanmean(0) for x in zip(*sums, strict=True)))
 
 
-def _row_hits(row: Tensor, length: Tensor, predicted: Tensor, method: SparseMethod) -> Hits:
-    """Hits of one row, [C] each: mean over KV heads."""
-    C, H, _ = predicted.shape
-    N = row.shape[1]
-    ids = ck.select(row[None], length[None], method.block_size, method.top_k, method.sink, method.local).ids
-    chosen = _members(ids, N)  # [1, H, N]
-    held = _members(predicted, N) & chosen  # [C, H, N]
-    n = (length + method.block_size - 1) // method.block_size
+def _shares(row: Tensor, rank: Tensor, lens: Tensor, method: SparseMethod, widths: Sequence[int]) -> Hits:
+    """One row. row: [L, H, N] scores; rank: [L, C, H, N] of P; lens: [L]. -> [len(widths), L, C], means over KV heads."""
+    N = row.shape[2]
+    chosen = rank_blocks(row, lens, method.block_size, method.sink, method.local) < method.top_k
     index = torch.arange(N, device=row.device)
+    n = num_blocks(lens, method.block_size)[:, None, None]
     dynamic = chosen & (index >= method.sink) & (index < n - method.local)
     lowest = torch.where(dynamic, row, float("inf")).amin(-1, keepdim=True).clamp(max=0)
     weight = torch.where(dynamic, row - lowest, 0.0)
-
-    def share(part: Tensor, whole: Tensor) -> Tensor:
-        return (part.sum(-1) / whole.sum(-1)).nanmean(1).expand(C)
-
-    return Hits(
-        share(held.float(), chosen.float()),
-        share((held & dynamic).float(), dynamic.float()),
-        share(torch.where(held, weight, 0.0), weight),
-    )
-
-
-def _members(ids: Tensor, N: int) -> Tensor:
-    """[.., K] ids -> [.., N] bool."""
-    at = torch.where(ids >= 0, ids, N).long()
-    return torch.zeros(*ids.shape[:-1], N + 1, dtype=torch.bool, device=ids.device).scatter_(-1, at, True)[..., :N]
+    wanted = torch.stack((chosen.float(), dynamic.float(), weight), -1)  # [L, H, N, 3]
+    held = torch.stack([(rank < w).float() for w in widths])  # [widths, L, C, H, N]
+    found = torch.einsum("wlchn,lhnk->wlchk", held, wanted) / wanted.sum(2)[:, None]
+    return Hits(*found.nanmean(3).unbind(-1))
 
 
 @dataclass(frozen=True)
@@ -103,45 +91,44 @@ class Calibration:
     grid: list[float]
 
 
-def calibrate(window: Window, predictor: EmaPredictor, method: SparseMethod) -> Calibration:
-    """theta* = argmax of the hit rate at |P| = |A| over the grid (eq 5); ties to the first candidate."""
+def calibrate(windows: Sequence[Window], predictor: EmaPredictor, method: SparseMethod) -> list[Calibration]:
+    """theta* by layer = argmax of the hit rate at |P| = |A| over the grid (eq 5); ties to the first candidate."""
     thetas = predictor.candidates()
-    hits = hit_rates(window, thetas, method, method.top_k)
-    rates = hits.weighted if predictor.objective == "weighted" else hits.dynamic
-    best = int(rates.nan_to_num(nan=-1.0).argmax())
-    alpha, beta, gamma = thetas[best].tolist()
-    return Calibration((alpha, beta, gamma), float(rates[best]), rates.tolist())
+    hits = hit_rates(windows, thetas, method, [method.top_k])
+    rates = (hits.weighted if predictor.objective == "weighted" else hits.dynamic)[0]  # [L, C]
+    found = []
+    for row in rates:
+        best = int(row.nan_to_num(nan=-1.0).argmax())
+        alpha, beta, gamma = thetas[best].tolist()
+        found.append(Calibration((alpha, beta, gamma), float(row[best]), row.tolist()))
+    return found
 
 
 def locality(
-    window: Window, theta: tuple[float, float, float], method: SparseMethod, deltas: list[float]
+    windows: Sequence[Window], thetas: Sequence[tuple[float, float, float]], method: SparseMethod, deltas: Sequence[float]
 ) -> list[dict[str, float | str]]:
-    """Hit rates against delta: of theta, of the last scores, and of the last A itself (delta 1, nothing updated)."""
+    """Hit rates against delta, means over layers: of theta by layer, of the last scores, and of the last A itself."""
+    both = torch.tensor([[theta, LAST_SCORES] for theta in thetas])
+    hits = hit_rates(windows, both, method, [int(d * method.top_k + 1e-9) for d in deltas])
     rows: list[dict[str, float | str]] = []
-    both = torch.tensor([theta, LAST_SCORES])
-    for delta in deltas:
-        hits = hit_rates(window, both, method, int(delta * method.top_k))
+    for delta, every, dynamic in zip(deltas, hits.all.nanmean(1), hits.dynamic.nanmean(1), strict=True):
         for i, name in enumerate(("ema", "last_scores")):
-            rows.append(
-                {
-                    "predictor": name,
-                    "delta": delta,
-                    "hit_all": float(hits.all[i]),
-                    "hit_dynamic": float(hits.dynamic[i]),
-                }
-            )
-    last = last_overlap(window, method)
+            hit = {"hit_all": float(every[i]), "hit_dynamic": float(dynamic[i])}
+            rows.append({"predictor": name, "delta": delta, **hit})
+    last = last_overlap(windows, method)
     rows.append({"predictor": "last_a", "delta": 1.0, "hit_all": float(last.all), "hit_dynamic": float(last.dynamic)})
     return rows
 
 
-def last_overlap(window: Window, method: SparseMethod) -> Hits:
-    """Overlap of consecutive A (the paper's table 5), scalars: what plain reuse finds."""
+def last_overlap(windows: Sequence[Window], method: SparseMethod) -> Hits:
+    """Overlap of consecutive A (the paper's table 5), means over layers: what plain reuse finds."""
+    rule = (method.block_size, method.sink, method.local)
+    scores = torch.stack([w.scores for w in windows], 1)
     sums = []
     before: Tensor | None = None
-    for row, length in zip(window.scores, window.lengths, strict=True):
+    for row, length in zip(scores, windows[0].lengths, strict=True):
+        lens = length.expand(row.shape[0]).contiguous()
         if before is not None:
-            sums.append(_row_hits(row, length, before, method))
-        rule = (method.block_size, method.top_k, method.sink, method.local)
-        before = ck.select(row[None], length[None], *rule).ids
+            sums.append(_shares(row, before[:, None], lens, method, [method.top_k]))
+        before = rank_blocks(row, lens, *rule)
     return Hits(*(torch.stack(x).nanmean() for x in zip(*sums, strict=True)))

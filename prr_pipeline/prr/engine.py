@@ -58,7 +58,7 @@ class Mode:
 class Prefilled:
     """A prompt in the cache, before the first decode step.
 
-    cache: of all but nothing: every prompt token is in. logits: [1, vocab] after the last one. windows: scores of the last
+    cache: every prompt token is in it. logits: [1, vocab] after the last one. windows: scores of the last
     prompt rows by layer (layers that never select have none). ms: wall time of the prefill, the windows not counted.
     """
 
@@ -67,6 +67,11 @@ class Prefilled:
     windows: dict[int, Window]
     ms: float
     window_ms: float
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it holds."""
+        return self.cache.nbytes + sum(w.scores.nbytes for w in self.windows.values())
 
 
 class Engine:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from prr_pipeline.artifacts import Records, StageFolder
-from prr_pipeline.prr.calibration import Window, calibrate, locality
+from prr_pipeline.prr.calibration import Calibration, Window, calibrate, locality
 from prr_pipeline.stages.job import Job, Prompt
 from prr_pipeline.tracking.progress import Progress
 
@@ -38,24 +38,19 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
 
 
 def _sample(job: Job, prompt: Prompt) -> dict[str, Any]:
-    start = job.engine.prefill(prompt.ids, 0)
+    start = job.prefill(prompt)
     length = start.cache.length
-    layers, points = [], []
-    for layer, window in start.windows.items():
-        if not job.method.selects(layer, length):
-            continue
-        found = calibrate(window, job.predictor, job.method)
-        theta = dict(zip(("alpha", "beta", "gamma"), (round(x, 6) for x in found.theta), strict=True))
-        grid = [_number(x) for x in found.grid]
-        layers.append({"layer": layer, "theta": theta, "hit": _number(found.hit), "grid": grid})
-        points.append(locality(window, found.theta, job.method, list(DELTAS)))
+    selecting = {x: w for x, w in start.windows.items() if job.method.selects(x, length)}
+    windows = list(selecting.values())
+    found = calibrate(windows, job.predictor, job.method) if windows else []
+    points = locality(windows, [c.theta for c in found], job.method, DELTAS) if windows else []
     return {
         "id": prompt.sample.id,
         "task": prompt.sample.task,
         "prompt_tokens": length,
         "window": _rows(start.windows),
-        "layers": layers,
-        "locality": _means(points),
+        "layers": [_layer(x, c) for x, c in zip(selecting, found, strict=True)],
+        "locality": [{k: v if isinstance(v, str) else _number(v) for k, v in p.items()} for p in points],
     }
 
 
@@ -63,13 +58,9 @@ def _rows(windows: dict[int, Window]) -> int:
     return max((w.lengths.shape[0] for w in windows.values()), default=0)
 
 
-def _means(points: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Means over layers of equal rows."""
-    out = []
-    for rows in zip(*points, strict=True):
-        mean = {key: _mean([r[key] for r in rows]) for key in ("hit_all", "hit_dynamic")}
-        out.append({"predictor": rows[0]["predictor"], "delta": rows[0]["delta"], **mean})
-    return out
+def _layer(layer: int, found: Calibration) -> dict[str, Any]:
+    theta = dict(zip(("alpha", "beta", "gamma"), (round(x, 6) for x in found.theta), strict=True))
+    return {"layer": layer, "theta": theta, "hit": _number(found.hit), "grid": [_number(x) for x in found.grid]}
 
 
 def _number(x: float) -> float | None:

@@ -95,7 +95,7 @@ def _sample(
     job: Job, prompt: Prompt, order: list[str], thetas: dict[int, Theta], bar: Progress
 ) -> list[dict[str, Any]]:
     """All modes of one sample, serial first."""
-    start = job.engine.prefill(prompt.ids, prompt.sample.max_new_tokens)
+    start = job.prefill(prompt)
     if not thetas and job.predictor.theta is not None:
         thetas = dict.fromkeys(start.windows, tuple(job.predictor.theta))  # type: ignore[arg-type]
     missing = [x for x in start.windows if x not in thetas and job.method.selects(x, start.cache.length)]

@@ -20,10 +20,12 @@ from prr_pipeline.errors import ConfigError
 from prr_pipeline.models import load
 from prr_pipeline.models.tokenizer import encode_prompt
 from prr_pipeline.prr.budget import BudgetPolicy
-from prr_pipeline.prr.engine import Engine
+from prr_pipeline.prr.engine import Engine, Prefilled
 from prr_pipeline.prr.predictor import EmaPredictor
 
 log = logging.getLogger(__name__)
+
+_KEEP_BYTES = 1 << 30  # of prefilled prompts, between stages
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Job:
         self.budget: BudgetPolicy = instantiate(cfg.budget, _convert_="all")
         self.tracker: Any = instantiate(cfg.tracker, _convert_="all")
         self.root = Path(cfg.output).absolute() / cfg.experiment / digest(self.config)[:12]
-        self.wandb_dirs: list[str] = []
+        self._prefilled: dict[str, Prefilled] = {}
+        self._kept_bytes = 0
 
     @cached_property
     def device(self) -> str:
@@ -140,6 +143,20 @@ class Job:
                     f"goes to {self.model_cfg.max_context}"
                 )
             yield Prompt(sample, ids)
+
+    def prefill(self, prompt: Prompt) -> Prefilled:
+        """A sample's prompt in the cache, with room for its answer.
+
+        Small ones are kept for the next stage of this process; whoever takes one decodes from a copy.
+        """
+        key = prompt.sample.id
+        if key not in self._prefilled:
+            start = self.engine.prefill(prompt.ids, prompt.sample.max_new_tokens)
+            if self._kept_bytes + start.nbytes > _KEEP_BYTES:
+                return start
+            self._kept_bytes += start.nbytes
+            self._prefilled[key] = start
+        return self._prefilled[key]
 
     def device_name(self) -> str:
         """For manifests."""

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a benchmark is: it makes samples of a wanted length and scores the answers to them.
+
+A new benchmark is one file here and one YAML file in conf/benchmark:
+
+    @dataclass(kw_only=True)
+    class Mine(Benchmark):              # its fields are the option's keys, with their defaults
+        name: str = "mine"
+        length: int = 4096
+
+        def check(self): ...            # raise ConfigError or MissingInput; touches no model
+        def samples(self, count_tokens, seed): ...    # yield Sample(...)
+        def score(self, sample, prediction): ...      # 0 to 1, or None
+
+    # conf/benchmark/mine.yaml
+    _target_: prr_pipeline.benchmarks.mine.Mine
+    name: mine
+    length: 4096
+
+Rules: the same seed and tokenizer give the same samples; a sample's id never changes (an
+interrupted run is resumed by it); prompt and max_new_tokens together fit in the length that the
+user asked for.
+"""
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from prr_pipeline.errors import ConfigError, MissingInput
+
+# (prompt, answer_prefix) -> tokens that the model reads: chat template and special tokens included
+# where the benchmark is a chat, the bare text otherwise.
+CountTokens = Callable[[str, str], int]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question.
+
+    Attributes:
+        id: stable and unique in the benchmark, such as "niah_single_1-2048-0003".
+        task: the row of the result table that it counts for.
+        prompt: the user's turn, or the bare text where the benchmark is no chat.
+        answer_prefix: forced start of the answer, after the assistant's header; not in predictions.
+        answers: what a right answer has; empty where nothing is scored.
+        max_new_tokens: tokens to generate at most.
+        meta: what else is worth recording (size, depth of the needle); JSON types only.
+    """
+
+    id: str
+    task: str
+    prompt: str
+    answer_prefix: str
+    answers: tuple[str, ...]
+    max_new_tokens: int
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Benchmark(ABC):
+    """Base of all benchmarks; see the module's docstring for what a subclass writes.
+
+    Attributes:
+        name: the option's name, for tables and messages.
+        chat: whether prompts are turns of a chat (the model's template applies if it has one).
+        ignore_eos: whether to go on generating after the end-of-sequence token.
+    """
+
+    name: str
+    chat: ClassVar[bool] = True
+    ignore_eos: ClassVar[bool] = False
+
+    @abstractmethod
+    def check(self) -> None:
+        """Validate the fields before any work.
+
+        Raises:
+            ConfigError: a value that is wrong.
+            MissingInput: a file that is not there.
+        """
+
+    @abstractmethod
+    def samples(self, count_tokens: CountTokens, seed: int) -> Iterator[Sample]:
+        """Yield the samples, in the same order and with the same ids each time.
+
+        Raises:
+            ConfigError: the wanted length is impossible with this tokenizer.
+        """
+
+    @abstractmethod
+    def score(self, sample: Sample, prediction: str) -> float | None:
+        """Judge a post-processed prediction: 0 to 1, None if the benchmark scores nothing."""
+
+    def postprocess(self, prediction: str) -> str:
+        """Clean a raw prediction for scoring; one that is empty then counts as null."""
+        return prediction.strip()
+
+    def _at_least(self, key: str, minimum: int) -> None:
+        """Check that a field is a whole number >= minimum."""
+        value = getattr(self, key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ConfigError(
+                f"benchmark={self.name}: {key} must be a whole number >= {minimum}, got {value!r}"
+            )
+
+    def _file(self, key: str, what: str) -> Path:
+        """Return the path that a field holds, if there is a file.
+
+        Raises:
+            MissingInput: no path, or no file there; says which key takes what.
+        """
+        value = getattr(self, key)
+        if value and Path(value).is_file():
+            return Path(value)
+        found = f"no file at {value} (looked in {Path.cwd()})" if value else f"{key} is not set"
+        raise MissingInput(f"benchmark={self.name}: {found}. Pass benchmark.{key}=<{what}>.")
+
+
+def read_text(path: Path) -> str:
+    """Read a UTF-8 file; ConfigError if it is something else."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}).") from None
+
+
+def unknown(what: str, value: object, known: Iterable[str]) -> str:
+    """Say that a name is unknown, which ones are near it and which ones there are."""
+    names = list(known)
+    near = difflib.get_close_matches(str(value), names, n=3)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    return f"unknown {what} {value!r}.{hint} There are: {', '.join(names)}."

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Language models: where weights come from, tokenizers, the attention hook and the KV cache."""

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures hold the numbers of the records, and the savers write PNG files or say why not."""
+
+import logging
+import struct
+
+import numpy as np
+import pytest
+
+from prr_pipeline.tracking import plots
+
+OF = {"model": "tiny", "dsa": "quest"}
+
+
+def step(mode, index=0, sample="a", task="t", **values):
+    return {"id": sample, "task": task, "mode": mode, "step": index, **values}
+
+
+def curve(axes, label):
+    """The x and y values of the line of that label."""
+    (line,) = [line for line in axes.get_lines() if line.get_label() == label]
+    return list(line.get_xdata()), list(line.get_ydata())
+
+
+def bars(axes, label):
+    (container,) = [each for each in axes.containers if each.get_label().startswith(label)]
+    return [round(bar.get_height(), 6) for bar in container]
+
+
+def heading(figure):
+    (under,) = [artist for artist in figure.artists if hasattr(artist, "get_text")]
+    return figure.get_suptitle().strip(), under.get_text()
+
+
+@pytest.fixture
+def steps():
+    parts = {"select_ms": 2.0, "attend_ms": 4.0, "other_ms": 1.0}
+    return [
+        step("prr", 0, ms=5.0, repair_ms=0.5, predict_ms=0.5, **parts),
+        step("prr", 1, ms=6.0, repair_ms=1.5, predict_ms=None, **parts),
+        step("serial", 0, sample="b", ms=7.0, repair_ms=None, predict_ms=None, **parts),
+    ]
+
+
+def test_breakdown_stacks_the_mean_parts_in_canonical_order(steps):
+    figure = plots.breakdown_figure(steps, "tiny", "quest")
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["serial", "prr"]
+    expected = {"select": [2, 2], "attend": [4, 4], "merge and repair": [0, 1], "predict": [0, 0.5]}
+    for part, heights in (expected | {"other": [1, 1]}).items():
+        assert bars(axes, part) == heights
+    (wall,) = [each for each in axes.collections if each.get_label() == "wall time"]
+    assert [segment[0][1] for segment in wall.get_segments()] == [7.0, 5.5]
+    texts = {text.get_text() for text in axes.texts}
+    assert {"7.00 ms", "5.50 ms", "3.00 hidden"} <= texts
+    assert heading(figure) == (
+        "Where the time of a decode step goes",
+        "tiny x quest, n = 2 samples, 3 steps",
+    )
+    assert axes.get_ylabel() == "mean time per decode step, ms"
+
+
+def test_overlap_is_the_mean_over_samples_with_a_panel_a_task():
+    records = []
+    for task, low, high in (("t1", 0.6, 0.8), ("t2", 0.5, 0.5)):
+        for sample, hit in (("a", low), ("b", high)):
+            last = 4 if sample == "a" else 3
+            for index in range(last):
+                records.append(
+                    step(
+                        *("prr", index, f"{task}/{sample}", task),
+                        hit_dynamic=0.9 + 0.01 * index,
+                        overlap_last=hit if index else None,
+                    )
+                )
+    records.append(step("serial", 0, hit_dynamic=None, overlap_last=0.1))  # prr has its own A
+    figure = plots.overlap_figure(records, "tiny", "quest")
+    first, second = figure.axes
+    assert (first.get_title("left"), second.get_title("left")) == ("t1", "t2")
+    at, percent = curve(first, "P (forecast) with A")
+    assert at == [0, 1, 2, 3] and percent == pytest.approx([90, 91, 92, 93])
+    at, percent = curve(first, "A with the A of the step before")
+    assert at == [1, 2, 3] and percent == pytest.approx([70, 70, 60])
+    assert curve(second, "A with the A of the step before")[1] == pytest.approx([50, 50, 50])
+    assert [text.get_text() for text in first.texts] == ["mean 91.5 %", "mean 66.7 %"]
+    assert heading(figure)[1] == "tiny x quest, n = 4 samples"
+
+
+def test_overlap_of_many_tasks_is_one_panel_and_of_few_samples_ends_early():
+    records = [
+        step("serial", index, f"s{i}", f"task{i}", overlap_last=0.5, hit_dynamic=None)
+        for i in range(6)
+        for index in range(10 if i == 0 else 4)
+    ]
+    (axes,) = plots.overlap_figure(records, "tiny", "quest").axes
+    assert curve(axes, "A with the A of the step before") == ([0, 1, 2, 3], [50.0] * 4)
+    assert len(axes.get_lines()) == 1
+
+
+def test_a_long_decode_is_drawn_in_groups_of_steps():
+    count = 3 * plots.MAX_POINTS
+    records = [step("prr", i, hit_dynamic=(i % 3) / 2, overlap_last=None) for i in range(count)]
+    figure = plots.overlap_figure(records, "tiny", "quest")
+    at, percent = curve(figure.axes[0], "P (forecast) with A")
+    assert at == list(range(0, count, 3)) and set(percent) == {50.0}
+    assert "a point: 3 steps" in figure.legends[0].get_title().get_text()
+
+
+def test_hit_rate_by_delta_and_predictor():
+    def sample(name, extra):
+        ema = [(1.0, 0.90), (1.5, 0.96), (2.0, 0.98)]
+        locality = [{"predictor": "ema", "delta": d, "hit_dynamic": h + extra, "hit_all": 1.0} for d, h in ema]
+        last = {"predictor": "last_a", "delta": 1.0, "hit_dynamic": 0.7, "hit_all": 0.8}
+        return {"id": name, "locality": [*locality, last]}
+
+    figure = plots.hit_rate_figure([sample("a", 0.0), sample("b", 0.02)], "tiny", "quest")
+    dynamic, everything = figure.axes
+    at, percent = curve(dynamic, "EMA with trend")
+    assert at == [1.0, 1.5, 2.0] and percent == pytest.approx([91, 97, 99])
+    assert curve(everything, "EMA with trend")[1] == [100.0] * 3
+    assert curve(dynamic, "last A") == ([1.0, 1.5, 2.0], pytest.approx([70.0] * 3))
+    assert [label.get_text() for label in dynamic.get_xticklabels()] == ["1", "1.5", "2"]
+    assert dynamic.get_ylabel() == "hit rate, %"
+
+
+def test_layers_are_bars_of_the_two_modes():
+    records = [
+        {"id": sample, "mode": mode, "layer": layer, "missed": missed + layer, "wasted": 5.0}
+        for sample, extra in (("a", 0), ("b", 2))
+        for layer in (2, 3)
+        for mode, missed in (("prr", extra), ("reuse_repair", 10 + extra), ("serial", 99))
+    ]
+    figure = plots.layers_figure(records, "tiny", "quest")
+    missed, wasted = figure.axes
+    assert bars(missed, "prr (mean 3.50)") == [3, 4]
+    assert bars(missed, "reuse_repair") == [13, 14]
+    assert bars(wasted, "prr") == [5, 5]
+    assert len(missed.containers) == 2
+
+
+def test_latency_marks_the_safe_deltas():
+    select = {4096: 5.0, 8192: 15.0, 16384: 40.0}
+    profile = {
+        "model": "tiny",
+        "dsa": "quest",
+        "device": "gpu",
+        "rows": [
+            {"context": c, "delta": d, "select_us": s, "attend_us": 10 * d}
+            for c, s in select.items()
+            for d in (1.0, 2.0)
+        ],
+        "safe_delta": [
+            {"context": 4096, "delta": 0.0},
+            {"context": 8192, "delta": 1.5},
+            {"context": 16384, "delta": 2.0},
+        ],
+    }
+    figure = plots.latency_figure(profile)
+    (axes,) = figure.axes
+    assert curve(axes, "select") == ([4096, 8192, 16384], [5.0, 15.0, 40.0])
+    assert curve(axes, "attend, delta 2")[1] == [20.0] * 3
+    assert curve(axes, "safe delta") == ([8192, 16384], [15.0, 20.0])
+    assert curve(axes, "no safe delta") == ([4096], [5.0])
+    assert [text.get_text() for text in axes.texts] == ["1.5", "2"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["4K", "8K", "16K"]
+    assert heading(figure)[1] == "tiny x quest, gpu, 3 contexts x 2 deltas"
+
+
+def test_savers_write_png_files_of_a_legible_size(steps, tmp_path):
+    (path,) = plots.plot_breakdown(steps, tmp_path / "plots", **OF)
+    assert path == tmp_path / "plots" / "breakdown.png"
+    head = path.read_bytes()[:24]
+    assert head.startswith(b"\x89PNG")
+    assert struct.unpack(">2I", head[16:]) == (1600, 960)
+
+
+@pytest.mark.parametrize(
+    "save",
+    [plots.plot_breakdown, plots.plot_overlap, plots.plot_hit_rate, plots.plot_layers],
+)
+def test_nothing_to_draw_is_a_log_line_and_no_file(save, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    assert save([], tmp_path, **OF) == []
+    unknown = [step("prr", ms=None, missed=np.nan, layer=0, locality=[])]
+    assert save(unknown, tmp_path, **OF) == []
+    assert list(tmp_path.iterdir()) == []
+    assert "the 1 records hold nothing to draw" in caplog.text
+
+
+def test_an_empty_profile_is_no_plot(tmp_path):
+    profile = {"model": "m", "dsa": "d", "device": "cpu", "rows": [], "safe_delta": []}
+    assert plots.plot_latency(profile, tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
