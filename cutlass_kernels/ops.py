@@ -42,8 +42,11 @@ class _Dims:
         if x.dim() != len(names):
             raise ValueError(f"{self.op}: {name} has {x.dim()} axes {tuple(x.shape)}, expected [{', '.join(names)}]")
         for axis, size in zip(names, x.shape, strict=True):
+            if axis.isdigit():
+                if int(axis) != size:
+                    raise ValueError(f"{self.op}: {name} is {tuple(x.shape)}, expected [{', '.join(names)}]")
+                continue
             bound, owner = self.sizes.setdefault(axis, (size, name))
-            bound = int(axis) if axis.isdigit() else bound
             if bound != size:
                 raise ValueError(
                     f"{self.op}: {name} {tuple(x.shape)} has {axis} = {size}, {owner} has {axis} = {bound}"
@@ -59,7 +62,7 @@ class _Dims:
     def groups(self) -> int:
         """Query heads a KV head."""
         hq, h = self.sizes["Hq"][0], self.sizes["H"][0]
-        if h == 0 or hq % h:
+        if h == 0 or hq == 0 or hq % h:
             raise ValueError(f"{self.op}: {hq} query heads are no multiple of {h} KV heads")
         return hq // h
 
@@ -75,11 +78,20 @@ def _ids_in_range(op: str, ids: Tensor, seq_lens: Tensor, block_size: int) -> No
             )
 
 
+def _positive(op: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{op}: {name.replace('_', ' ')} {size}, expected at least 1")
+
+
+def _windows(window: int, stride: int, coarse_window: int, coarse_stride: int) -> dict[str, int]:
+    return {"window": window, "stride": stride, "coarse_window": coarse_window, "coarse_stride": coarse_stride}
+
+
 def _rule(op: str, K: int, sink: int, local: int, block_size: int) -> None:
-    if block_size < 1:
-        raise ValueError(f"{op}: block size {block_size}, expected at least 1")
-    if sink < 0 or local < 0:
-        raise ValueError(f"{op}: sink {sink} and local {local} blocks, expected none below 0")
+    _positive(op, block_size=block_size)
+    if min(K, sink, local) < 0:
+        raise ValueError(f"{op}: K {K}, sink {sink} and local {local} blocks, expected none below 0")
     if sink + local > K > 0:
         raise ValueError(f"{op}: {sink} sink + {local} local blocks are forced, but K is {K}")
 
@@ -181,6 +193,7 @@ def append_infllm(
     _check_append(d, k_new, v_new, k, v, seq_lens, page_table)
     d("k1", k1, "B H W1 D", k.dtype)
     d("k2", k2, "B H W2 D", k.dtype)
+    _positive("append_infllm", **_windows(window, stride, coarse_window, coarse_stride))
     torch.ops.prr.append_infllm(
         k_new, v_new, k, v, k1, k2, seq_lens, window, stride, coarse_window, coarse_stride, page_table
     )
@@ -209,6 +222,7 @@ def quest_scores(
     d("seq_lens", seq_lens, "B", torch.int32)
     d("out", out, "B H N", torch.float32)
     d.groups()
+    _positive("quest_scores", block_size=block_size)
     torch.ops.prr.quest_scores(q, kmin, kmax, seq_lens, block_size, out)
     return out
 
@@ -254,6 +268,7 @@ def infllm_scores(
     d("seq_lens", seq_lens, "B", torch.int32)
     d("out", out, "B H N", torch.float32)
     d.groups()
+    _positive("infllm_scores", block_size=block_size, **_windows(window, stride, coarse_window, coarse_stride))
     if block_size % stride or window % stride:
         raise ValueError(
             f"infllm_scores: block {block_size} and window {window}, expected multiples of stride {stride}"
@@ -270,8 +285,8 @@ class Selection(NamedTuple):
 
     ids: [B, H_kv, K], ascending, -1 padded.
     position: [B, H_kv, K], where in P the block of the same place in ids is; -1: not there, or padding.
-    missed: [B, H_kv, K], the blocks of A \\ P, ascending, -1 padded.
-    counts: [B, H_kv, 2], |A| and |A \\ P|.
+    missed: [B, H_kv, K], the blocks of A that P lacks, ascending, -1 padded.
+    counts: [B, H_kv, 2], |A| and how many of them P lacks.
     """
 
     ids: Tensor
@@ -311,6 +326,7 @@ def select(
     Raises:
         ValueError: sizes that do not agree; sink + local > K > 0.
     """
+    _rule("select", top_k, sink, local, block_size)
     B, H, _ = scores.shape if scores.dim() == 3 else (0, 0, 0)
     if predicted is None:
         predicted = torch.empty(B, H, 0, dtype=torch.int32, device=scores.device)
@@ -323,7 +339,6 @@ def select(
     d("out.position", out.position, f"B H {top_k}", torch.int32)
     d("out.missed", out.missed, f"B H {top_k}", torch.int32)
     d("out.counts", out.counts, "B H 2", torch.int32)
-    _rule("select", top_k, sink, local, block_size)
     torch.ops.prr.select(scores, seq_lens, block_size, sink, local, predicted, *out)
     return out
 

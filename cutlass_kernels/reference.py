@@ -282,7 +282,7 @@ def predict(
 
 
 def learn(scores: Tensor, level: Tensor, trend: Tensor, theta: Tensor, seq_lens: Tensor, block_size: int) -> None:
-    """Eq 3 in place; a block's first finite score sets level = IS, trend = 0; other scores that are not finite are skipped."""
+    """Eq 3 in place; a block's first finite score sets level = IS, trend = 0; scores that are not finite are skipped."""
     alpha, beta = theta[:, 0, None, None], theta[:, 1, None, None]
     fresh = level != level  # NaN: never scored
     seen = torch.isfinite(scores) & _inside(seq_lens, block_size, scores.shape[2])[:, None]
@@ -375,7 +375,7 @@ def repair(
     out: Tensor,
     out_lse: Tensor,
 ) -> None:
-    """Merge over A: partials of A n P looked up, those of A \\ P computed now. Bit for bit merge(attend(A))."""
+    """Merge over A: partials of A n P looked up, the others computed now. Bit for bit merge(attend(A))."""
     B, H, K = ids.shape
     G, D = q.shape[1] // H, q.shape[2]
     full_o = q.new_zeros(B, H, K, G, D, dtype=torch.float32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hook into transformers: any model whose attention goes through its attention interface runs ours.
 
-The model is called without a cache and with explicit positions; its attention layers then hand us the new tokens' q, k, v
-after RoPE, and ours keeps the cache. An unknown implementation name also gets no mask from transformers: masking is ours.
+The model is called without a cache and with explicit positions; its attention layers then hand us q, k, v of the new
+tokens after RoPE, and ours keeps the cache. An unknown implementation name also gets no mask: masking is ours.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ def _forward(
 AttentionInterface.register(_NAME, _forward)
 
 
-def attention_modules(model: nn.Module) -> list[nn.Module]:
+def attention_modules(model: Any) -> list[Any]:
     """The model's attention layers, in order.
 
     Raises:
@@ -51,8 +51,8 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     layers = getattr(model.config, "num_hidden_layers", None)
     if sorted(m.layer_idx for m in found) != list(range(layers or 0)):
         raise ConfigError(
-            f"model type '{getattr(model.config, 'model_type', '?')}': {len(found)} attention layers with layer_idx and "
-            f"o_proj found, expected {layers}; only models whose every layer is full attention are served"
+            f"model type '{getattr(model.config, 'model_type', '?')}': {len(found)} attention layers found, expected "
+            f"{layers}; only models whose every layer is full attention are served"
         )
     sliding = [m.layer_idx for m in found if getattr(m, "sliding_window", None)]
     if sliding:
@@ -61,7 +61,7 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def attached(model: nn.Module, attention: Attention) -> Iterator[None]:
+def attached(model: Any, attention: Attention) -> Iterator[None]:
     """Within it the model's attention is ours; what was there is put back in every case."""
     modules = attention_modules(model)
     before = model.config._attn_implementation

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache in blocks, with the metadata of a sparse method: appending and partial last blocks are its business alone.
+"""The KV cache in blocks, with a sparse method's metadata: appending and partial last blocks are its business alone.
 
 Prefill writes whole chunks and leaves the metadata to `rebuild`; decode appends a token a layer. `length` is the host's
 copy of seq_lens, so that a decode loop never asks the device.
@@ -73,6 +73,8 @@ class KVCache:
             Keys and values of all tokens so far, [B, H_kv, length, D], views.
         """
         start = self.length - k.shape[2]
+        if start < 0:
+            raise ValueError(f"a chunk of {k.shape[2]} tokens ends at length {self.length}: set_length comes first")
         both = []
         for store, new in ((self.layers[layer].k, k), (self.layers[layer].v, v)):
             tokens = flat_tokens(store, self.length)

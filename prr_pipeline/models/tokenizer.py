@@ -37,9 +37,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=_byte_ids(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(text, normalized=False, special=True) for text in SPECIALS]
-    )
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIALS])
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )
@@ -53,9 +51,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return wrapped
 
 
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, text: str, answer_prefix: str, chat: bool
-) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, answer_prefix: str, chat: bool) -> list[int]:
     """Encodes a prompt that ends with the forced start of the answer.
 
     Args:

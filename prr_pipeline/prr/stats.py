@@ -51,7 +51,8 @@ class LayerStats:
             )
         ).tolist()
         heads = ids.shape[0] * ids.shape[1]
-        return cls(heads, *counts[:5], counts[5] if before is not None else None)
+        a, dyn, lost, lost_dyn, p, both = counts
+        return cls(heads, a, dyn, lost, lost_dyn, p, None if before is None else both)
 
     @property
     def wasted(self) -> int:

