@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """InfLLM-v2 (arXiv 2509.24663), training-free: blocks ranked by attention weights over means of key windows.
 
-k1 are means of 32 keys at stride 16, k2 of 128 at stride 64. A block's score is the maximum, over the windows of k1 that
-touch it, of the weights summed over the query heads of the group, normalised by the LSE over k2 (coarse) or k1 (exact).
+k1 are means of 32 keys at stride 16, k2 of 128 at stride 64. A block's score is the maximum, over the windows of k1
+that touch it, of the weights summed over the query heads of the group, normalised by the LSE over k2 (coarse) or k1
+(exact).
 """
 
 from dataclasses import dataclass

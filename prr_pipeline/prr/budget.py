@@ -16,7 +16,7 @@ class BudgetPolicy(ABC):
 
     name: str
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 (a policy without values has nothing to check)
         """Raise ConfigError for values out of range."""
 
     @property
@@ -24,7 +24,7 @@ class BudgetPolicy(ABC):
         """Whether `fit` must be called before `ratio`."""
         return False
 
-    def fit(self, rows: list[dict[str, Any]]) -> None:
+    def fit(self, rows: list[dict[str, Any]]) -> None:  # noqa: B027 (most policies need none)
         """Take a profile's rows: context (tokens), delta, select_us, attend_us."""
 
     @abstractmethod
@@ -56,7 +56,7 @@ class Fixed(BudgetPolicy):
     delta: float = 1.5
 
     def check(self) -> None:
-        """delta is 0 (off) or in 1 ... 8."""
+        """Raise ConfigError unless delta is 0 (off) or in 1 ... 8."""
         _check_delta("budget.delta", self.delta)
 
     def ratio(self, context: int) -> float:

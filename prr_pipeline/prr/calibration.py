@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration (PRR, eq 4 and 5): replay the predictor over the last rows of a prompt, all candidates and layers at once.
+"""Calibration (PRR, eq 4 and 5): replay the predictor over a prompt's last rows, all candidates and layers at once.
 
 What is replayed is the predictor's own arithmetic and the selection's own order (`reference.learn`, `rank_blocks`). The
 full score matrix of a long prompt does not fit; a window of its last rows does.
@@ -68,7 +68,7 @@ def hit_rates(windows: Sequence[Window], thetas: Tensor, method: SparseMethod, w
 
 
 def _shares(row: Tensor, rank: Tensor, lens: Tensor, method: SparseMethod, widths: Sequence[int]) -> Hits:
-    """One row. row: [L, H, N] scores; rank: [L, C, H, N] of P; lens: [L]. -> [len(widths), L, C], means over KV heads."""
+    """One row: scores [L, H, N], rank of P [L, C, H, N], lens [L] -> means over KV heads [len(widths), L, C]."""
     N = row.shape[2]
     chosen = rank_blocks(row, lens, method.block_size, method.sink, method.local) < method.top_k
     index = torch.arange(N, device=row.device)
@@ -105,7 +105,10 @@ def calibrate(windows: Sequence[Window], predictor: EmaPredictor, method: Sparse
 
 
 def locality(
-    windows: Sequence[Window], thetas: Sequence[tuple[float, float, float]], method: SparseMethod, deltas: Sequence[float]
+    windows: Sequence[Window],
+    thetas: Sequence[tuple[float, float, float]],
+    method: SparseMethod,
+    deltas: Sequence[float],
 ) -> list[dict[str, float | str]]:
     """Hit rates against delta, means over layers: of theta by layer, of the last scores, and of the last A itself."""
     both = torch.tensor([[theta, LAST_SCORES] for theta in thetas])

@@ -2,8 +2,9 @@
 """Prefill and the decode step, in its modes: one prompt, one token at a time.
 
 All modes run the same ops in the same order, so that they differ only in what they are meant to: which blocks were
-attended ahead of the selection (P), and what is done about the rest. With exact repair every sparse mode yields the bits
-of `serial`. On a CPU the two sides of a step run one after the other: times of parts are real, overlap is not there.
+attended ahead of the selection (P), and what is done about the rest. With exact repair every sparse mode yields the
+bits of `serial`. On a CPU the two sides of a step run one after the other: times of parts are real, overlap is not
+there.
 """
 
 import time
@@ -30,8 +31,11 @@ Theta = tuple[float, float, float]
 class Mode:
     """What a mode does with a step.
 
-    name: dense | serial | reuse | reuse_repair | prr. repair: exact | union. budget: width of P by context; `off` is serial.
-    all_or_nothing: any miss recomputes all of A (S1). calibrated: theta from calibration, else P is what the last scores say.
+    name: dense | serial | reuse | reuse_repair | prr.
+    repair: exact | union.
+    budget: width of P by context; `off` is serial.
+    all_or_nothing: any miss recomputes all of A (S1).
+    calibrated: theta from calibration; else P is what the last scores say.
     """
 
     name: str
