@@ -282,7 +282,7 @@ def predict(
 
 
 def learn(scores: Tensor, level: Tensor, trend: Tensor, theta: Tensor, seq_lens: Tensor, block_size: int) -> None:
-    """Eq 3 in place; a block's first finite score sets level = IS, trend = 0; scores that are not finite are skipped."""
+    """Eq 3 in place; a block's first finite score sets level = IS, trend = 0; others than finite ones are skipped."""
     alpha, beta = theta[:, 0, None, None], theta[:, 1, None, None]
     fresh = level != level  # NaN: never scored
     seen = torch.isfinite(scores) & _inside(seq_lens, block_size, scores.shape[2])[:, None]
