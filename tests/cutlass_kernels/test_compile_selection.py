@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The templates of scores, selection and prediction compile for sm_90a without a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+from cutlass_kernels.compile import build
+from cutlass_kernels.templates import topk
+from cutlass_kernels.templates.infllm_scores import InfllmScores
+from cutlass_kernels.templates.predict import Predict
+from cutlass_kernels.templates.quest_scores import QuestScores
+from cutlass_kernels.templates.select import Select
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize(("head_dim", "group"), ((64, 1), (128, 5), (128, 16)))
+def test_quest_scores(head_dim, group, dtype):
+    assert build(QuestScores, dtype=dtype, head_dim=head_dim, group=group)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group", "per_block", "reach"),
+    (("bfloat16", 128, 16, 4, 1), ("float16", 64, 7, 1, 1), ("bfloat16", 64, 3, 16, 0)),
+)
+def test_infllm_scores(dtype, head_dim, group, per_block, reach):
+    assert build(InfllmScores, dtype=dtype, head_dim=head_dim, group=group, per_block=per_block, reach=reach)
+
+
+@pytest.mark.parametrize(("N", "vector"), ((2048, False), (8192, True), (65536, True)))
+def test_select(N, vector):
+    assert build(Select, **topk.shape_of(N), vector=vector)
+
+
+@pytest.mark.parametrize(("N", "vector"), ((4096, True), (32768, False)))
+def test_predict(N, vector):
+    assert build(Predict, **topk.shape_of(N), vector=vector)
+
+
+@pytest.mark.parametrize("N", (1, 7, 2048, 2049, 4096, 8191, 8192, 8193, 16384, 20000, 32768, 32769, topk.CAPACITY))
+def test_a_cluster_holds_every_block_of_a_row(N):
+    shape = topk.shape_of(N)
+    assert shape["cluster"] * topk.THREADS * shape["per_thread"] >= N
+    assert shape["per_thread"] % 4 == 0 and shape["per_thread"] <= 32  # vectors of four; bits of a mask
+    assert topk.THREADS * shape["per_thread"] < 1 << 16  # a CTA's counts fit into half an integer
+
+
+def test_rows_that_cannot_be_read_16_bytes_at_a_time():
+    assert topk.wide(torch.zeros(2, 3, 8))
+    assert not topk.wide(torch.zeros(2, 3, 7))
+    assert not topk.wide(torch.zeros(25)[1:].view(1, 3, 8))
