@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of documents come from published files, and still say what those say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cutlass_kernels import report
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "runs/published/h200/kernels.json"
+
+
+def row(**more):
+    shape = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "block": 64, "context": 131072, "budget": 1024}
+    return {"op": "attend", **shape, "us": 3.871, **more}
+
+
+def data(*rows):
+    return {
+        "gpu": "G",
+        "driver": "1",
+        "torch": "2",
+        "cutlass": "4",
+        "commit": "c" * 40,
+        "command": "x",
+        "date": "d",
+        "rows": rows,
+    }
+
+
+def test_peers_get_columns_only_where_they_ran():
+    text = report.table(data(row(floor_us=0.94), row(flashinfer_us=18.8)))
+    assert "flashinfer us" in text and "torch us" not in text
+    assert "| attend | 32 / 8, 128 | 64 | 128K | 1024 | 3.87 | 0.94 | - |" in text
+    assert "| 3.87 | - | 18.80 |" in text
+
+
+def test_only_what_is_between_the_markers_changes():
+    text = f"a\n{report.BEGIN}\nold\n{report.END}\nb\n"
+    new = report.insert(text, "new")
+    assert new == f"a\n{report.BEGIN}\n\nnew\n\n{report.END}\nb\n" and report.insert(new, "new") == new
+
+
+@pytest.mark.parametrize("text", ["", report.BEGIN, report.END + report.BEGIN, (report.BEGIN + report.END) * 2])
+def test_missing_or_double_markers_are_refused(text):
+    with pytest.raises(ValueError, match="once each"):
+        report.insert(text, "new")
+
+
+def test_readme_says_what_was_published():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert report.insert(text, report.table(json.loads(RESULTS.read_text(encoding="utf-8")))) == text
