@@ -6,6 +6,7 @@ import sys
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -22,23 +23,33 @@ def job(cfg: DictConfig) -> None:
     """Run one job; a user's mistake ends with its message and exit code 2, in a sweep as that job's failure."""
     from prr_pipeline import pipeline  # heavy: only a job that runs pays for torch
 
+    swept = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
         pipeline.run(cfg)
     except PrrError as error:
         log.error("%s", error)
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise
+        if swept:  # Hydra goes on with the others, and at the end shows the first failure without its stack
+            raise CompactHydraException(f"job {HydraConfig.get().job.num} failed: {error}") from None
         sys.exit(2)
+    except Exception:
+        if swept:  # Hydra shows one stack, that of the first failure; here is each in its job's own log
+            log.exception("failed")
+        raise
 
 
 def main() -> None:
     """Entry point of `python -m prr_pipeline` and of the console script."""
     try:
         sys.argv[1:] = overrides.prepare(sys.argv[1:])
+        overrides.check(sys.argv[1:])
     except PrrError as error:
         print(f"prr_pipeline: {error}", file=sys.stderr)
         sys.exit(2)
-    job()
+    try:
+        job()
+    except KeyboardInterrupt:
+        print("prr_pipeline: interrupted. What is done is kept: the next run (without force) resumes", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 """What stages hand to each other: a folder a stage, records as JSON lines, and a manifest written last.
 
 A manifest names the stage's configuration by hash, its inputs and outputs by SHA-256, versions, device and commit. A
-stage is done if and only if its manifest is there and matches; everything is written atomically (a rename), but for JSON
-lines, whose torn last line is dropped on reading.
+stage is done if and only if its manifest is there and matches. Everything is written atomically (a rename) but for JSON
+lines, where a line counts once its end is there.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -22,6 +22,7 @@ from prr_pipeline import __version__
 from prr_pipeline.errors import ArtifactError
 
 _MANIFEST = "manifest.json"
+_STARTED = "started.json"
 _PACKAGES = ("torch", "transformers", "hydra-core", "lightning", "wandb", "nvidia-cutlass-dsl", "numpy")
 _NOT_RESULTS = ("stages", "force", "output", "tracker")  # keys that change where and how, not what
 
@@ -70,40 +71,48 @@ class Records:
         self.path = path
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole records; a torn last line (a killed process, a full disk) is not one.
+        """All whole records; a last line without its end (a killed process, a full disk) is torn, and none.
 
         Raises:
-            ArtifactError: a line before the last is damaged.
+            ArtifactError: a line that has its end is damaged.
         """
         if not self.path.exists():
             return []
-        lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
         rows = []
-        for number, line in enumerate(lines):
+        for number, line in enumerate(self.path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1], 1):
             if not line:
                 continue
             try:
                 rows.append(json.loads(line))
             except json.JSONDecodeError as error:
-                if number < len(lines) - 1:
-                    raise ArtifactError(
-                        f"{self.path}: line {number + 1} is damaged ({error.msg}); delete the line, or redo the stage "
-                        "with force=true"
-                    ) from None
+                raise ArtifactError(
+                    f"{self.path}: line {number} is damaged ({error.msg}); delete the line, or redo the stage with "
+                    "force=true"
+                ) from None
         return rows
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Add rows in one write, flushed to disk."""
+        """Add rows in one write, flushed to disk, in the place of a torn last line if there is one."""
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as f:
-            f.write(text)
+        with self.path.open("ab+") as f:
+            _drop_torn(f)
+            f.write(text.encode())
             f.flush()
             os.fsync(f.fileno())
 
     def rewrite(self, rows: Iterable[dict[str, Any]]) -> None:
         """Replace the file atomically."""
         write_atomic(self.path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+
+
+def _drop_torn(f: BinaryIO) -> None:
+    """Cut a file after its last line end."""
+    if f.seek(0, os.SEEK_END):
+        f.seek(-1, os.SEEK_END)
+        if f.read(1) != b"\n":
+            f.seek(0)
+            f.truncate(f.read().rfind(b"\n") + 1)
 
 
 class StageFolder:
@@ -121,29 +130,33 @@ class StageFolder:
         """Where the manifest is or will be."""
         return self.path / _MANIFEST
 
+    @property
+    def redo(self) -> str:
+        """What to do about a faulty output, for messages."""
+        return f"redo it with force=true stages=[{self.stage}]"
+
     def load(self) -> dict[str, Any] | None:
         """The manifest, or None if the stage is not done.
 
         Raises:
-            ArtifactError: it is damaged, of another configuration (the keys that differ are named), or its files changed.
+            ArtifactError: it is damaged, of another configuration (names the keys that differ), or its files changed.
         """
         if not self.manifest.exists():
             return None
         try:
             manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
-            found, outputs = manifest["config"], manifest["outputs"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ArtifactError(f"{self.manifest} is damaged ({error}); redo the stage with force=true") from None
+            found, outputs = manifest["config"], dict(manifest["outputs"])
+            manifest["inputs"] = dict(manifest["inputs"])
+        except (ValueError, KeyError, TypeError) as error:  # not UTF-8, no JSON, or JSON of something else
+            raise ArtifactError(f"{self.manifest} is damaged ({error}); {self.redo}") from None
         if digest(found) != digest(self.config):
             keys = ", ".join(differing(found, self.config))
-            raise ArtifactError(
-                f"{self.path} was made by another configuration; these differ: {keys}. Redo it with force=true"
-            )
+            raise ArtifactError(f"{self.path} was made by another configuration; these differ: {keys}; {self.redo}")
         for name, expected in outputs.items():
             path = self.path / name
             if not path.exists() or file_digest(path) != expected:
                 state = "changed" if path.exists() else "is missing"
-                raise ArtifactError(f"{path} {state} since {self.stage} wrote it; redo the stage with force=true")
+                raise ArtifactError(f"{path} {state} since {self.stage} wrote it; {self.redo}")
         return manifest
 
     def require(self, by: str) -> dict[str, Any]:
@@ -159,6 +172,23 @@ class StageFolder:
                 f"run it too: stages=[{self.stage},{by}]"
             )
         return manifest
+
+    def start(self, inputs: dict[str, str]) -> None:
+        """Note what the stage's records are made from, before the first of them.
+
+        Args:
+            inputs: digest of each stage's manifest that was read.
+
+        Raises:
+            ArtifactError: an interrupted run left records made from other inputs.
+        """
+        note = self.path / _STARTED
+        if note.exists():
+            found = json.loads(note.read_text(encoding="utf-8"))
+            if found != inputs:
+                others = ", ".join(differing(found, inputs))
+                raise ArtifactError(f"{self.path} has records made from another output of {others}; {self.redo}")
+        write_json(note, inputs)
 
     def finish(self, device: str, inputs: dict[str, str], outputs: list[Path], extra: dict[str, Any]) -> None:
         """Write the manifest: from here on the stage is done.

@@ -6,7 +6,7 @@ arguments are the option's schema, so the YAML file is the registration and a ne
 (model, runtime) are the dataclasses below, known to Hydra through its ConfigStore.
 """
 
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ WEIGHTS = ("hub", "local", "gguf", "random")
 class ModelConfig:
     """A language model: where its weights come from, and its shape when they are random.
 
-    weights: `hub` (hub_id), `local` (path: a folder in the Hugging Face format), `gguf` (path: a .gguf file, or package:
-    an installed Python package that carries one), `random` (architecture at its true size, no files, no network).
+    weights: `hub` (hub_id), `local` (path: a folder in the Hugging Face format), `gguf` (path: a .gguf file, or
+    package: an installed Python package that carries one), `random` (architecture at its true size, no files, no
+    network).
     architecture holds the keyword arguments of the transformers config, model_type among them.
     """
 
@@ -103,7 +104,8 @@ def config_dir() -> Path:
 
 def near(value: object, known: list[str] | tuple[str, ...]) -> str:
     """What to write after a wrong name: near names if there are, and all of them."""
-    close = get_close_matches(str(value), known, n=3)
+    word = str(value)
+    close = get_close_matches(word, known, n=3) or [k for k in known if word and k.startswith(word)][:3]
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
     return f"{hint} There are: {', '.join(known)}."
 
@@ -125,8 +127,18 @@ def check_target(group: str, node: DictConfig) -> None:
         raise ConfigError(f"{group}._target_ = {target} cannot be imported: {error}") from None
     if not is_dataclass(cls):
         raise ConfigError(f"{group}._target_ = {target} is no dataclass; an option's class gives its schema")
+    check_schema(group, cls, node)
+
+
+def check_schema(group: str, cls: type, node: DictConfig) -> None:
+    """Hold the values of a group against a dataclass: names and types.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type.
+    """
     schema = OmegaConf.structured(cls)
-    values = OmegaConf.masked_copy(node, [str(k) for k in node if k != "_target_"])
+    values: Any = OmegaConf.to_container(node)
+    values.pop("_target_", None)
     try:
         OmegaConf.merge(schema, values)
     except ConfigKeyError as error:
@@ -145,8 +157,28 @@ def check_names(key: str, values: list[str], known: tuple[str, ...]) -> None:
             raise ConfigError(f"{key}: unknown '{value}'.{near(value, known)}")
 
 
+def check_whole(cfg: DictConfig) -> None:
+    """Raise ConfigError for a key that a job does not have, one without a value, or one that refers to nothing."""
+    keys = [f.name for f in fields(JobConfig)]
+    for key in map(str, cfg):
+        if key not in keys:
+            raise ConfigError(f"{key} is unknown.{near(key, keys)}")
+    try:
+        missing = sorted(OmegaConf.missing_keys(cfg))
+        OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    if missing:
+        raise ConfigError(f"{', '.join(missing)}: no value; each group needs an option, and each key of it a value")
+
+
 def validate(cfg: DictConfig) -> None:
     """Check names, types and ranges of the whole job, for all stages; imports the options' classes, does no work."""
+    check_whole(cfg)
+    check_schema("model", ModelConfig, cfg.model)
+    check_schema("runtime", RuntimeConfig, cfg.runtime)
+    if not 0 <= cfg.seed < 2**32:
+        raise ConfigError(f"seed = {cfg.seed}, expected a value in 0 ... {2**32 - 1}")
     check_names("stages", list(cfg.stages), STAGES)
     check_names("runtime.modes", list(cfg.runtime.modes), MODES)
     check_names("runtime.repair", [cfg.runtime.repair], REPAIRS)

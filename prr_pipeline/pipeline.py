@@ -49,7 +49,7 @@ def run(cfg: DictConfig) -> None:
     if job.runtime.threads is not None:
         torch.set_num_threads(job.runtime.threads)
     ck.debug(job.runtime.debug_checks)
-    fabric = Fabric(accelerator=job.device, devices=1)
+    fabric = Fabric(accelerator=job.device if job.runs_model else "cpu", devices=1)
     fabric.launch()
     fabric.seed_everything(cfg.seed, verbose=False)
     log.info(
@@ -57,7 +57,11 @@ def run(cfg: DictConfig) -> None:
     )
     write_json(job.root / "config.json", job.config)
     stages = [s for s in STAGES if s in cfg.stages]
+    if cfg.force:  # all at once: interrupted, the job then resumes without force, from new outputs alone
+        for stage in stages:
+            _clear(job.folder(stage))
     for stage in stages:
+        _status(job, stage, "running", None)
         try:
             _stage(job, stage)
         except BaseException as error:
@@ -78,9 +82,7 @@ def _refuse_ranks() -> None:
 
 def _stage(job: Job, stage: str) -> None:
     folder = job.folder(stage)
-    if job.cfg.force:
-        _clear(folder)
-    elif _is_current(job, folder):
+    if _is_current(job, folder):
         log.info("%s: done already, skipped (%s; force=true redoes it)", stage, folder.path)
         if stage == "evaluate":
             evaluate.show(folder)
@@ -105,7 +107,7 @@ def _is_current(job: Job, folder: StageFolder) -> bool:
             if now is None or digest(now) != manifest["inputs"][source]:
                 raise ArtifactError(
                     f"{folder.path} was made from another output of {source} than {job.folder(source).path} holds now; "
-                    f"redo it with force=true"
+                    f"{folder.redo}"
                 )
     return True
 

@@ -102,9 +102,7 @@ class Benchmark(ABC):
         """Check that a field is a whole number >= minimum."""
         value = getattr(self, key)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise ConfigError(
-                f"benchmark={self.name}: {key} must be a whole number >= {minimum}, got {value!r}"
-            )
+            raise ConfigError(f"benchmark={self.name}: {key} must be a whole number >= {minimum}, got {value!r}")
 
     def _file(self, key: str, what: str) -> Path:
         """Return the path that a field holds, if there is a file.

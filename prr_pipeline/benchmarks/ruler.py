@@ -134,8 +134,7 @@ class Ruler(Benchmark):
             task = TASKS[name]
             requests = [self._request(name, i, seed, length) for i in range(self.num_samples)]
             return self._max_new_tokens(name) + max(
-                _counter(task, request, count_tokens)(task.smallest(request))
-                for request in requests
+                _counter(task, request, count_tokens)(task.smallest(request)) for request in requests
             )
 
         # What a task asks may itself depend on the length (cwe), hence the second look.
@@ -155,9 +154,7 @@ class Ruler(Benchmark):
 
     @cached_property
     def _sentences(self) -> tuple[str, ...]:
-        text = " ".join(
-            read_text(self._file("haystack", "a UTF-8 text file, such as essays")).split()
-        )
+        text = " ".join(read_text(self._file("haystack", "a UTF-8 text file, such as essays")).split())
         return tuple(sentence for sentence in _SENTENCE_END.split(text) if sentence)
 
 

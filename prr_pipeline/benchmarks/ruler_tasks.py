@@ -107,9 +107,7 @@ class Niah(Task):
         """Make the question; meta has the depth (0 to 1) of each needle that is asked for."""
         others = units if self.haystack == NEEDLES else 0
         keys = _DRAW[self.key](request.stream("keys"), self.num_keys + others)
-        values = _DRAW[self.value](
-            request.stream("values"), self.num_keys * self.num_values + others
-        )
+        values = _DRAW[self.value](request.stream("values"), self.num_keys * self.num_values + others)
         wanted = values[: self.num_queries * self.num_values]
         pairs = [
             (key, values[index * self.num_values + repeat])
@@ -125,9 +123,7 @@ class Niah(Task):
         meta = {"depth": [round(depth, 4) for depth in depths[: len(wanted)]]}
         return Draft(prompt, prefix, tuple(wanted), meta)
 
-    def _haystack(
-        self, request: Request, units: int, keys: Sequence[str], values: Sequence[str]
-    ) -> list[str]:
+    def _haystack(self, request: Request, units: int, keys: Sequence[str], values: Sequence[str]) -> list[str]:
         if self.haystack == NEEDLES:
             return [self._needle(request, *pair) for pair in zip(keys, values, strict=True)]
         if self.haystack == NOISE:
@@ -135,9 +131,7 @@ class Niah(Task):
         return [request.sentences[i % len(request.sentences)] for i in range(units)]
 
     def _needle(self, request: Request, key: str, value: str) -> str:
-        return request.wording.needle.format(
-            type_needle_v=self.value, singular=self.value[:-1], key=key, value=value
-        )
+        return request.wording.needle.format(type_needle_v=self.value, singular=self.value[:-1], key=key, value=value)
 
     def _ask(self, request: Request, context: str, keys: Sequence[str]) -> tuple[str, str]:
         """Fill the templates in; asked for one value, they are put in the singular (RULER's rule).
@@ -183,10 +177,7 @@ class VariableTracking(Task):
         rng = request.stream(stream)
         names = words.letters(rng, self.num_hops + 1, size, string.ascii_uppercase)
         depths = sorted(rng.random() for _ in names)
-        links = [
-            f"Let {name} = {source}."
-            for name, source in zip(names, [value, *names[:-1]], strict=True)
-        ]
+        links = [f"Let {name} = {source}." for name, source in zip(names, [value, *names[:-1]], strict=True)]
         text = request.wording.families[self.family]
         context = "\n".join(_insert([request.wording.noise] * units, links, depths))
         return Draft(
@@ -243,9 +234,7 @@ class CommonWords(Task):
         """Bounded by the distinct words that there are."""
         return words.MAX_COMPOUNDS
 
-    def _list(
-        self, request: Request, stream: str, chosen: Sequence[str], counts: tuple[int, int]
-    ) -> Draft:
+    def _list(self, request: Request, stream: str, chosen: Sequence[str], counts: tuple[int, int]) -> Draft:
         common, uncommon = chosen[: self.num_common], chosen[self.num_common :]
         items = list(common) * counts[0] + list(uncommon) * counts[1]
         request.stream(stream).shuffle(items)

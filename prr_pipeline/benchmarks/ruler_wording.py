@@ -120,9 +120,7 @@ def _literal(path: Path, name: str, kind: type) -> Any:
 
 def _task_text(path: Path, name: str, entry: Any) -> TaskText:
     try:
-        text = TaskText(
-            str(entry["template"]), str(entry["answer_prefix"]), int(entry["tokens_to_generate"])
-        )
+        text = TaskText(str(entry["template"]), str(entry["answer_prefix"]), int(entry["tokens_to_generate"]))
     except (TypeError, KeyError, ValueError):
         raise ConfigError(
             f"{path}: TASKS[{name!r}] must be a dictionary with template, answer_prefix and "
@@ -131,21 +129,16 @@ def _task_text(path: Path, name: str, entry: Any) -> TaskText:
     if text.tokens_to_generate < 1:
         raise ConfigError(f"{path}: TASKS[{name!r}]: tokens_to_generate must be at least 1.")
     _check_fields(path, f"TASKS[{name!r}] template", text.template, _FIELDS[name], {"context"})
-    _check_fields(
-        path, f"TASKS[{name!r}] answer_prefix", text.answer_prefix, _FIELDS[name] - {"context"}
-    )
+    _check_fields(path, f"TASKS[{name!r}] answer_prefix", text.answer_prefix, _FIELDS[name] - {"context"})
     return text
 
 
-def _check_fields(
-    path: Path, what: str, template: str, allowed: set[str], needed: Set[str] = frozenset()
-) -> None:
+def _check_fields(path: Path, what: str, template: str, allowed: set[str], needed: Set[str] = frozenset()) -> None:
     try:
         found = {field for _, field, _, _ in Formatter().parse(template) if field is not None}
     except ValueError as error:
         raise ConfigError(f"{path}: {what} is no template: {error}.") from None
     if not needed <= found <= allowed:
         raise ConfigError(
-            f"{path}: {what} may use {sorted(allowed)} and must use {sorted(needed)}, "
-            f"got {sorted(found)}."
+            f"{path}: {what} may use {sorted(allowed)} and must use {sorted(needed)}, got {sorted(found)}."
         )

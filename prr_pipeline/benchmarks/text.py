@@ -79,9 +79,7 @@ class Text(Benchmark):
             start += sample.meta["words"] if self.stride is None else self.stride
         return windows
 
-    def _window(
-        self, words: list[str], start: int, index: int, count_tokens: CountTokens
-    ) -> Sample | None:
+    def _window(self, words: list[str], start: int, index: int, count_tokens: CountTokens) -> Sample | None:
         """The longest window that fits; None if the text ends before it is full."""
         if start >= len(words):
             return None

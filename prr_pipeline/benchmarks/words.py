@@ -92,9 +92,7 @@ def numbers(rng: random.Random, count: int, digits: int = 7) -> list[str]:
 
 def uuids(rng: random.Random, count: int) -> list[str]:
     """Draw distinct version 4 UUIDs."""
-    return list(
-        islice(_distinct(lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4))), count)
-    )
+    return list(islice(_distinct(lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4))), count))
 
 
 def letters(rng: random.Random, count: int, size: int, alphabet: str) -> list[str]:

@@ -20,6 +20,11 @@ class BudgetPolicy(ABC):
         """Raise ConfigError for values out of range."""
 
     @property
+    def active(self) -> bool:
+        """Whether any context may have a budget; without one, steps are serial and nothing is predicted."""
+        return True
+
+    @property
     def needs_profile(self) -> bool:
         """Whether `fit` must be called before `ratio`."""
         return False
@@ -32,9 +37,14 @@ class BudgetPolicy(ABC):
         """|P| <= delta |A| at this many tokens."""
 
     def blocks(self, top_k: int, context: int) -> int:
-        """Width of P: floor(delta K). A width that cannot hold A's size is no prediction of A and counts as 0."""
-        width = int(self.ratio(context) * top_k + 1e-9)
-        return width if width >= top_k else 0
+        """Width of P. One that cannot hold A's size is no prediction of A and counts as 0."""
+        found = width(self.ratio(context), top_k)
+        return found if found >= top_k else 0
+
+
+def width(delta: float, top_k: int) -> int:
+    """Blocks of P: floor(delta K), of the decimal that delta was written as."""
+    return int(delta * top_k + 1e-9)
 
 
 @dataclass(kw_only=True)
@@ -42,6 +52,11 @@ class Off(BudgetPolicy):
     """No speculation."""
 
     name: str = "off"
+
+    @property
+    def active(self) -> bool:
+        """Never."""
+        return False
 
     def ratio(self, context: int) -> float:
         """Always 0."""
@@ -58,6 +73,11 @@ class Fixed(BudgetPolicy):
     def check(self) -> None:
         """Raise ConfigError unless delta is 0 (off) or in 1 ... 8."""
         _check_delta("budget.delta", self.delta)
+
+    @property
+    def active(self) -> bool:
+        """Unless delta is 0."""
+        return self.delta != 0
 
     def ratio(self, context: int) -> float:
         """The configured one."""

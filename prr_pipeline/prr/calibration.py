@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cutlass_kernels.reference import learn, num_blocks, rank_blocks
 from prr_pipeline.dsa.base import SparseMethod
+from prr_pipeline.prr.budget import width
 from prr_pipeline.prr.predictor import LAST_SCORES, EmaPredictor
 
 
@@ -29,9 +30,10 @@ class Window:
 
 
 class Hits(NamedTuple):
-    """Shares of A that P held, means over rows and KV heads; NaN where nothing could be counted.
+    """Shares of A that P held, means over rows that select and KV heads; NaN where nothing could be counted.
 
-    all: of all blocks of A. dynamic: of those not forced. weighted: eq 4, of the scores of the dynamic ones.
+    all: of all blocks of A. dynamic: of those not forced. weighted: eq 4, of the scores of the dynamic ones; where they
+    all weigh nothing, of their number.
     """
 
     all: Tensor
@@ -51,16 +53,16 @@ def hit_rates(windows: Sequence[Window], thetas: Tensor, method: SparseMethod, w
         [len(widths), L, C] float32 each.
     """
     scores = torch.stack([w.scores for w in windows], 1)  # [W, L, H, N]
-    W, L, H, N = scores.shape
+    _, L, H, N = scores.shape
     C = thetas.shape[-2]
     flat = thetas.to(scores.device).expand(L, C, 3).reshape(L * C, 3).contiguous()
     level = scores.new_full((L * C, H, N), float("nan"))
     trend = torch.zeros_like(level)
     rule = (method.block_size, method.sink, method.local)
     sums: list[Hits] = []
-    for i in range(W):
+    for i, tokens in enumerate(windows[0].lengths.tolist()):
         lens = windows[0].lengths[i : i + 1].expand(L * C).contiguous()
-        if i:
+        if i and method.selects(method.dense_layers, tokens):
             rank = rank_blocks(level + flat[:, 2, None, None] * trend, lens, *rule)
             sums.append(_shares(scores[i], rank.view(L, C, H, N), lens[:L], method, widths))
         learn(scores[i, :, None].expand(L, C, H, N).reshape(L * C, H, N), level, trend, flat, lens, method.block_size)
@@ -76,8 +78,9 @@ def _shares(row: Tensor, rank: Tensor, lens: Tensor, method: SparseMethod, width
     dynamic = chosen & (index >= method.sink) & (index < n - method.local)
     lowest = torch.where(dynamic, row, float("inf")).amin(-1, keepdim=True).clamp(max=0)
     weight = torch.where(dynamic, row - lowest, 0.0)
+    weight = torch.where(weight.sum(-1, keepdim=True) > 0, weight, dynamic.float())
     wanted = torch.stack((chosen.float(), dynamic.float(), weight), -1)  # [L, H, N, 3]
-    held = torch.stack([(rank < w).float() for w in widths])  # [widths, L, C, H, N]
+    held = torch.stack([((rank < w) | (n[:, None] <= w)).float() for w in widths])  # [widths, L, C, H, N]
     found = torch.einsum("wlchn,lhnk->wlchk", held, wanted) / wanted.sum(2)[:, None]
     return Hits(*found.nanmean(3).unbind(-1))
 
@@ -112,7 +115,7 @@ def locality(
 ) -> list[dict[str, float | str]]:
     """Hit rates against delta, means over layers: of theta by layer, of the last scores, and of the last A itself."""
     both = torch.tensor([[theta, LAST_SCORES] for theta in thetas])
-    hits = hit_rates(windows, both, method, [int(d * method.top_k + 1e-9) for d in deltas])
+    hits = hit_rates(windows, both, method, [width(d, method.top_k) for d in deltas])
     rows: list[dict[str, float | str]] = []
     for delta, every, dynamic in zip(deltas, hits.all.nanmean(1), hits.dynamic.nanmean(1), strict=True):
         for i, name in enumerate(("ema", "last_scores")):
@@ -131,7 +134,7 @@ def last_overlap(windows: Sequence[Window], method: SparseMethod) -> Hits:
     before: Tensor | None = None
     for row, length in zip(scores, windows[0].lengths, strict=True):
         lens = length.expand(row.shape[0]).contiguous()
-        if before is not None:
+        if before is not None and method.selects(method.dense_layers, int(length)):
             sums.append(_shares(row, before[:, None], lens, method, [method.top_k]))
         before = rank_blocks(row, lens, *rule)
     return Hits(*(torch.stack(x).nanmean() for x in zip(*sums, strict=True)))

@@ -215,7 +215,7 @@ class Decoder:
         self.all_blocks = torch.arange(cache.num_blocks, dtype=torch.int32, device=engine.device).expand(shape)
         width = self._width(cache.length + 1)
         for layer, window in start.windows.items():
-            theta = thetas[layer] if mode.calibrated and width else LAST_SCORES
+            theta = thetas[layer] if mode.calibrated and mode.budget.active else LAST_SCORES
             self.states[layer] = self._warm(window, theta, width)
 
     def _width(self, context: int) -> int:
@@ -290,7 +290,7 @@ class Decoder:
             self.layer_stats[layer] = LayerStats.of(chosen, predicted, self.last_ids.get(layer), lens, method)
             self.last_ids[layer] = chosen.ids
         with self.clock("predict"):
-            if self.mode.budget.name != "off":
+            if self.mode.budget.active:
                 state.update(self.scores, lens, self._width(self.cache.length + 1))
         return out
 

@@ -18,7 +18,8 @@ class Sampler:
 
     def __init__(self, temperature: float, top_p: float, seed: int, key: str):
         self.temperature, self.top_p = temperature, top_p
-        self.generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(key.encode()))
+        # The CPU's generator takes 32 bits of a seed: both must be in them.
+        self.generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {key}".encode()))
 
     def __call__(self, logits: Tensor) -> int:
         """logits: [1, vocab] -> a token id."""
@@ -26,6 +27,7 @@ class Sampler:
             return int(logits[0].argmax())
         p = torch.softmax(logits[0].float().cpu() / self.temperature, -1)
         ordered, ids = p.sort(descending=True, stable=True)
-        outside = ordered.cumsum(-1) - ordered >= self.top_p  # the first token that reaches top_p is inside
-        ordered[outside] = 0
+        if self.top_p < 1:  # at 1 everything is inside, whatever the sum's rounding
+            outside = ordered.cumsum(-1) - ordered >= self.top_p  # the first token that reaches top_p is inside
+            ordered[outside] = 0
         return int(ids[torch.multinomial(ordered, 1, generator=self.generator)])

@@ -78,27 +78,29 @@ class StepStats:
         """Wall time without our own book-keeping."""
         return self.wall_ms - self.parts.get("stats", 0.0)
 
-    def record(self, speculates: bool) -> dict[str, float | None]:
+    def record(self) -> dict[str, float | None]:
         """The step's row of steps.jsonl: times in ms, rates in 0..1, blocks a (sequence, KV head, layer)."""
         parts = {f"{p}_ms": self.parts.get(p, 0.0) for p in PARTS}
         row: dict[str, float | None] = {"context": self.context, "ms": self.ms, **parts}
         row["other_ms"] = self.ms - sum(parts.values())
-        return row | rates(list(self.layers.values()), speculates)
+        return row | rates(list(self.layers.values()))
 
 
-def rates(layers: list[LayerStats], speculates: bool) -> dict[str, float | None]:
-    """Rates and counts over some layers or steps; None where there was nothing to count."""
+def rates(layers: list[LayerStats]) -> dict[str, float | None]:
+    """Rates and counts over some layers or steps; None where there was nothing to count.
+
+    Where P is empty nothing was predicted: that is no miss, and only the overlap with the A before is counted.
+    """
+    ran = [x for x in layers if x.predicted]
 
     def total(name: str) -> int:
-        return sum(getattr(x, name) for x in layers)
+        return sum(getattr(x, name) for x in ran)
 
     def share(part: float, whole: float) -> float | None:
         return part / whole if whole else None
 
     kept = [x for x in layers if x.kept_dynamic is not None]
     overlap = share(sum(x.kept_dynamic or 0 for x in kept), sum(x.dynamic for x in kept))
-    if not speculates:
-        return {"hit_dynamic": None, "hit_all": None, "missed": None, "wasted": None, "overlap_last": overlap}
     missed, heads = total("missed"), total("heads")
     return {
         "hit_dynamic": share(total("dynamic") - total("missed_dynamic"), total("dynamic")),

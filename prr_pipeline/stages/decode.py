@@ -27,6 +27,7 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
     """Decode all samples in all modes; samples already there are kept, a partly decoded one is redone."""
     inputs = _fit_budget(job)
     thetas = _thetas(job, inputs)
+    folder.start(inputs)
     records = Records(folder / "samples.jsonl")
     order = ["serial", *(m for m in job.modes if m != "serial")]
     done = _resume(records, order)
@@ -52,9 +53,8 @@ def _fit_budget(job: Job) -> dict[str, str]:
 
 
 def _thetas(job: Job, inputs: dict[str, str]) -> dict[str, dict[int, Theta]]:
-    """theta by sample and layer, from the calibration unless it is fixed or not needed."""
-    fixed = job.predictor.theta
-    if fixed is not None or "prr" not in job.modes:
+    """Each sample's theta by layer, from the calibration unless it is fixed or not needed."""
+    if not job.calibrated:
         return {}
     source = job.folder("calibrate")
     manifest = source.require("decode")
@@ -99,9 +99,10 @@ def _sample(
     if not thetas and job.predictor.theta is not None:
         thetas = dict.fromkeys(start.windows, tuple(job.predictor.theta))  # type: ignore[arg-type]
     missing = [x for x in start.windows if x not in thetas and job.method.selects(x, start.cache.length)]
-    if missing and "prr" in order:
+    if missing and job.calibrated:
         raise ArtifactError(
-            f"sample {prompt.sample.id}: the calibration has no theta for layers {missing}; redo stage calibrate with force=true"
+            f"sample {prompt.sample.id}: the calibration has no theta for layers {missing}; "
+            f"{job.folder('calibrate').redo}"
         )
     late = dict.fromkeys(start.windows, _LATE) | thetas
     rows, serial = [], None
@@ -146,28 +147,24 @@ def _decode(
         elif serial is not None:
             at = len(trace.steps) - 1
             trace.equal_logits &= at < len(serial.logits) and torch.equal(logits, serial.logits[at])
-        hit = rates(list(stats.layers.values()), _speculates(mode))["hit_dynamic"]
+        hit = rates(list(stats.layers.values()))["hit_dynamic"]
         bar.update(0, tokens=1, seconds=stats.ms / 1e3, hit_rate=hit)
     bar.update()
     return trace
-
-
-def _speculates(mode: Mode) -> bool:
-    return mode.name not in ("dense", "serial") and mode.budget.name != "off"
 
 
 def _record(
     job: Job, prompt: Prompt, start: Prefilled, mode: Mode, trace: _Trace, serial: _Trace | None
 ) -> dict[str, Any]:
     """One line of samples.jsonl, with its steps and layers inside."""
-    sample, speculates = prompt.sample, _speculates(mode)
+    sample = prompt.sample
     raw = job.loaded.tokenizer.decode(trace.tokens, skip_special_tokens=True)
     post = job.benchmark.postprocess(raw)
     every = [x for s in trace.steps for x in s.layers.values()]
-    over = rates(every, speculates)
-    other = mode.name != "serial" and serial is not None
+    over = rates(every)
+    other = None if mode.name == "serial" else serial
     context = len(prompt.ids) + 1
-    ratio = mode.budget.ratio(context) if speculates else None
+    ratio = mode.budget.ratio(context) if mode.budget.active else None
     return {
         "id": sample.id,
         "task": sample.task,
@@ -194,21 +191,21 @@ def _record(
         "hit_rate_all": over["hit_all"],
         "missed_per_step": over["missed"],
         "wasted_per_step": over["wasted"],
-        "tokens_equal_serial": trace.tokens == serial.tokens if other and serial else None,
-        "logits_equal_serial": trace.equal_logits and len(trace.steps) == len(serial.steps)
-        if other and serial
+        "tokens_equal_serial": trace.tokens == other.tokens if other else None,
+        "logits_equal_serial": trace.equal_logits and len(trace.steps) == len(other.steps)
+        if other and other.steps
         else None,
-        "step_records": [{"step": i, **s.record(speculates)} for i, s in enumerate(trace.steps)],
-        "layer_records": _layers(trace.steps, speculates),
+        "step_records": [{"step": i, **s.record()} for i, s in enumerate(trace.steps)],
+        "layer_records": _layers(trace.steps),
     }
 
 
-def _layers(steps: list[StepStats], speculates: bool) -> list[dict[str, Any]]:
+def _layers(steps: list[StepStats]) -> list[dict[str, Any]]:
     by_layer: dict[int, list[LayerStats]] = {}
     for s in steps:
         for layer, x in s.layers.items():
             by_layer.setdefault(layer, []).append(x)
-    return [{"layer": layer, **rates(found, speculates)} for layer, found in sorted(by_layer.items())]
+    return [{"layer": layer, **rates(found)} for layer, found in sorted(by_layer.items())]
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:

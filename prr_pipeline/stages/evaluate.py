@@ -8,23 +8,31 @@ from pathlib import Path
 from typing import Any
 
 from prr_pipeline.artifacts import Records, StageFolder, digest, write_atomic, write_json
+from prr_pipeline.config import MODES
 from prr_pipeline.errors import PrrError
 from prr_pipeline.stages.job import Job
 from prr_pipeline.tracking import plots, tables
 
 log = logging.getLogger(__name__)
 
+_ON_CPU = (
+    "Times are of a CPU, where selection and speculative attention run one after the other: prr cannot be faster than "
+    "serial here.\n"
+)
+
 
 def run(job: Job, folder: StageFolder, run: Any) -> None:
     """Write results.json, results.csv, results.md, paper.md and plots; print the table."""
     decode = job.folder("decode")
-    inputs = {"decode": digest(decode.require("evaluate"))}
+    manifest = decode.require("evaluate")
+    inputs = {"decode": digest(manifest)}
     samples = Records(decode / "samples.jsonl").read()
     rows = [_row(job, group) for group in _groups(samples)]
+    results = {"rows": rows, "config_hash": digest(job.config), "device": manifest["device"]}
     folder.path.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "results.json", {"rows": rows, "config_hash": digest(job.config)})
+    write_json(folder / "results.json", results)
     tables.to_csv(rows, folder / "results.csv")
-    write_atomic(folder / "results.md", tables.to_markdown(rows))
+    write_atomic(folder / "results.md", "\n".join([tables.to_markdown(rows), *_remarks(results)]))
     outputs = [folder / name for name in ("results.json", "results.csv", "results.md")]
     if paper := tables.paper_tables(rows):
         write_atomic(folder / "paper.md", paper)
@@ -37,18 +45,18 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
     for image in images:
         run.image(image.stem, image)
     run.artifact("results", "results", outputs)
-    _show(rows)
+    _show(results)
     _refuse_dense(job, rows)
     folder.finish("none", inputs, [*outputs, *images], {})
 
 
 def _groups(samples: list[dict[str, Any]]) -> Iterable[list[dict[str, Any]]]:
-    """Records of one (task, mode), tasks in the order of the samples, modes in the job's."""
+    """Records of one (task, mode), tasks in the order of the samples, modes in canonical order."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in samples:
         groups.setdefault((row["task"], row["mode"]), []).append(row)
     tasks = list(dict.fromkeys(task for task, _ in groups))
-    return [groups[key] for task in tasks for key in groups if key[0] == task]
+    return [groups[task, mode] for task in tasks for mode in MODES if (task, mode) in groups]
 
 
 def _mean(rows: list[dict[str, Any]], key: str, weight: str | None = None) -> float | None:
@@ -118,15 +126,23 @@ def _plots(job: Job, samples: list[dict[str, Any]], folder: Path, inputs: dict[s
 
 def show(folder: StageFolder) -> None:
     """Print the table of a stage that is done."""
-    _show(json.loads((folder / "results.json").read_text(encoding="utf-8"))["rows"])
+    _show(json.loads((folder / "results.json").read_text(encoding="utf-8")))
 
 
-def _show(rows: list[dict[str, Any]]) -> None:
+def _show(results: dict[str, Any]) -> None:
     from rich.console import Console
 
     console = Console()
-    narrow = console.width < tables.CONSOLE_WIDTH
-    Console(width=tables.CONSOLE_WIDTH if narrow and not console.is_terminal else None).print(tables.console(rows))
+    if console.width < tables.CONSOLE_WIDTH and not console.is_terminal:
+        console = Console(width=tables.CONSOLE_WIDTH)
+    console.print(tables.console(results["rows"]))
+    for remark in _remarks(results):
+        console.print(remark, style="dim", end="")
+
+
+def _remarks(results: dict[str, Any]) -> list[str]:
+    """What a reader of the times must know."""
+    return [_ON_CPU] if results["device"] == "cpu" else []
 
 
 def _refuse_dense(job: Job, rows: list[dict[str, Any]]) -> None:
@@ -143,6 +159,6 @@ def _refuse_dense(job: Job, rows: list[dict[str, Any]]) -> None:
     if idle:
         raise PrrError(
             f"context below budget: everything was dense in {', '.join(idle)}. dsa={job.method.name} attends "
-            f"{job.method.budget_tokens} tokens and selects from {job.method.dense_len} on; lower dsa.top_k or dsa.dense_len, "
-            "or take longer samples"
+            f"{job.method.budget_tokens} tokens and selects from {job.method.dense_len} on; lower dsa.top_k or "
+            "dsa.dense_len, or take longer samples"
         )

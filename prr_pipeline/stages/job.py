@@ -59,7 +59,7 @@ class Job:
 
     @cached_property
     def device(self) -> str:
-        """cpu or cuda."""
+        """Where the model runs: cpu or cuda."""
         return load.resolve_device(self.runtime.device)
 
     @property
@@ -71,34 +71,53 @@ class Job:
         """Everything that can be known to fail before any work."""
         for option in (self.method, self.benchmark, self.predictor, self.budget, self.tracker):
             option.check()
-        self._check_length()
+        self._check_selects()
         stages = list(self.cfg.stages)
-        if self.budget.needs_profile and "decode" in stages and not self._available("profile"):
-            raise ConfigError(
-                "budget=profiled needs stage profile before decode: stages=[calibrate,profile,decode,evaluate]"
-            )
-        if stages != ["evaluate"]:
+        for stage in stages:
+            for source in self.needs(stage):
+                if source not in stages:
+                    self.folder(source).require(stage)
+        if self.runs_model:
             load.check(self.model_cfg, self.device)
 
-    def _available(self, stage: str) -> bool:
-        return stage in self.cfg.stages or self.folder(stage).manifest.exists()
+    @property
+    def runs_model(self) -> bool:
+        """Whether any of the stages does; evaluate alone needs no model and no GPU."""
+        return set(self.cfg.stages) != {"evaluate"}
 
-    def _check_length(self) -> None:
-        """A job whose contexts never reach the budget would compare dense with dense."""
+    @property
+    def calibrated(self) -> bool:
+        """Whether decode takes theta from stage calibrate."""
+        return self.predictor.theta is None and "prr" in self.modes and self.budget.active
+
+    def needs(self, stage: str) -> list[str]:
+        """Stages whose output a stage cannot do without."""
+        of_decode = {"calibrate": self.calibrated, "profile": self.budget.needs_profile}
+        return {"decode": [s for s, needed in of_decode.items() if needed], "evaluate": ["decode"]}.get(stage, [])
+
+    def _check_selects(self) -> None:
+        """A job that never selects, by its layers or by its contexts, would compare dense with dense."""
+        layers = self.model_cfg.architecture.get("num_hidden_layers")
+        if layers is not None and self.method.dense_layers >= layers:
+            raise ConfigError(
+                f"dsa.dense_layers = {self.method.dense_layers}, and model {self.model_cfg.name} has {layers} layers: "
+                "everything would be dense. Lower dsa.dense_layers"
+            )
         length = getattr(self.benchmark, "length", None)
         if length is None:
             return
         if length > self.model_cfg.max_context:
             raise ConfigError(
-                f"benchmark.length = {length} tokens, but model {self.model_cfg.name} goes to {self.model_cfg.max_context}"
+                f"benchmark.length = {length} tokens, but model {self.model_cfg.name} goes to "
+                f"{self.model_cfg.max_context}"
             )
-        sparse = [m for m in self.modes if m not in ("dense", "serial")]
-        if sparse and not self.method.selects(self.method.dense_layers, length):
+        if not self.method.selects(self.method.dense_layers, length):
             need = max(self.method.budget_tokens, self.method.dense_len)
             raise ConfigError(
                 f"context below budget: everything would be dense. benchmark.length = {length} tokens, but "
                 f"dsa={self.method.name} selects only beyond {need} (top_k {self.method.top_k} blocks of "
-                f"{self.method.block_size}, dense_len {self.method.dense_len}). Raise benchmark.length or lower dsa.top_k"
+                f"{self.method.block_size}, dense_len {self.method.dense_len}). Raise benchmark.length or lower "
+                "dsa.top_k"
             )
 
     def folder(self, stage: str) -> StageFolder:
@@ -108,7 +127,6 @@ class Job:
     @cached_property
     def loaded(self) -> load.LoadedModel:
         """The model, its tokenizer and shape."""
-        log.info("loading %s (%s) on %s", self.model_cfg.name, self.model_cfg.weights, self.device)
         loaded = load.load(self.model_cfg, self.device, self.cfg.seed)
         d = loaded.description
         log.info("loaded: %s", ", ".join(f"{k} {v}" for k, v in d.items()))

@@ -19,12 +19,11 @@ import cutlass_kernels as ck
 from prr_pipeline.artifacts import StageFolder, write_json
 from prr_pipeline.models.attention import attached, attention_modules, forward
 from prr_pipeline.models.cache import KVCache
-from prr_pipeline.prr.budget import Profiled
+from prr_pipeline.prr.budget import Profiled, width
 from prr_pipeline.prr.predictor import LAST_SCORES, PredictorState
 from prr_pipeline.stages.calibrate import DELTAS
 from prr_pipeline.stages.job import Job
 from prr_pipeline.tracking.progress import Progress
-
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
             times = _LayerTimes(job, context)
             deltas = sorted({*DELTAS, *getattr(job.budget, "deltas", [])} - {0})
             select = times.select()
-            attend = {d: times.attend(int(d * job.method.top_k)) for d in deltas}
+            attend = {d: times.attend(width(d, job.method.top_k)) for d in deltas}
             rows += [{"context": context, "delta": d, "select_us": select, "attend_us": t} for d, t in attend.items()]
             parts = {"select_us": select, "attend_us": times.attend(job.method.top_k), **times.rest()}
             breakdown.append({"context": context, **parts, **linear})
@@ -63,7 +62,7 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
 
 
 def _contexts(job: Job) -> list[int]:
-    """Contexts of the config, or a quarter, half and all of the benchmark's length; those at which the method selects."""
+    """Those of the config, or a quarter, half and all of the benchmark's length, at which the method selects."""
     length = getattr(job.benchmark, "length", job.model_cfg.max_context)
     wanted = sorted(job.runtime.profile_contexts or {length // 4, length // 2, length})
     return [c for c in wanted if job.method.selects(job.method.dense_layers, c)] or [job.model_cfg.max_context]

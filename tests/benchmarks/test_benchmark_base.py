@@ -61,9 +61,7 @@ def test_files_that_are_missing_or_not_text(tmp_path):
 
 def test_unknown_names_get_near_ones():
     text = unknown("task", "niah_sngle_1", ["niah_single_1", "vt"])
-    assert text == (
-        "unknown task 'niah_sngle_1'. Did you mean niah_single_1? There are: niah_single_1, vt."
-    )
+    assert text == ("unknown task 'niah_sngle_1'. Did you mean niah_single_1? There are: niah_single_1, vt.")
     assert "mean" not in unknown("task", "zzz", ["vt"])
 
 

@@ -119,9 +119,7 @@ def test_an_impossible_tokenizer_is_refused_at_once():
         calls.append(prompt)
         return 10**6
 
-    with pytest.raises(
-        ConfigError, match=r"task vt does not fit in length=2048 tokens, 30 of them"
-    ):
+    with pytest.raises(ConfigError, match=r"task vt does not fit in length=2048 tokens, 30 of them"):
         make(count, tasks=["vt"])
     assert len(calls) <= 10
 

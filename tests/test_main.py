@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command as a process: exit codes, messages without stacks, help at once, and sweeps."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import book, command, environment
+
+
+def test_help_comes_at_once_and_shows_groups_and_examples(tmp_path: Path) -> None:
+    began = time.perf_counter()
+    code, said = command(tmp_path, "--help")
+    assert code == 0 and time.perf_counter() - began < 4, "2 s on a machine of one's own"
+    for group in ("budget: fixed, off, profiled", "dsa: infllm_v2, ", "experiment: ablation, ", "debug: none, tiny"):
+        assert group in said
+    assert said.count("python -m prr_pipeline ") >= 6 and "+experiment=glm4_infllm" in said
+    code = "import sys, prr_pipeline.__main__; sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=environment(), check=False).returncode == 0
+
+
+def test_cfg_job_prints_the_composed_job_and_runs_nothing(tmp_path: Path) -> None:
+    code, said = command(tmp_path, "--cfg", "job", "+experiment=glm4_infllm", "debug=tiny", "dsa.top_k=9")
+    assert code == 0
+    assert "hub_id: zai-org/glm-4-9b-chat-1m-hf" in said and "weights: random" in said and "top_k: 9" in said
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("dsa.topk=3", "prr_pipeline: dsa.topk is unknown. Did you mean top_k? There are: name, block_size, top_k"),
+        ("runtime.prefill_chunk=abc", "prr_pipeline: runtime.prefill_chunk: Value 'abc' of type 'str' could not be"),
+        ("dsa=qest", "prr_pipeline: dsa=qest: no such option. Did you mean quest?"),
+    ],
+)
+def test_wrong_words_end_with_one_message_before_any_work(tmp_path: Path, word: str, expected: str) -> None:
+    code, said = command(tmp_path, word)
+    assert code == 2 and said.startswith(expected) and len(said.splitlines()) == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_experiment_for_a_gpu_ends_at_once_and_says_what_gets_further(tmp_path: Path) -> None:
+    code, said = command(tmp_path, "+experiment=glm4_infllm")
+    assert code == 2 and len(said.splitlines()) == 1, "no stack"
+    assert said.strip().endswith(
+        "ERROR   runtime.device=cuda, but torch sees no CUDA device. Override debug=tiny (a tiny random model of the "
+        "same architecture on the CPU), or runtime.device=cpu."
+    )
+    assert os.listdir(tmp_path / "runs") == ["logs"], "nothing but its log"
+
+
+def test_a_sweep_goes_on_after_a_job_that_fails(tmp_path: Path) -> None:
+    """The first job's text is too short, which only its model's tokenizer can tell; the second one is whole."""
+    words = (*book(tmp_path, 2), "stages=[calibrate,decode]")
+    code, said = command(tmp_path, "-m", *words, "benchmark.num_samples=9,1")
+    assert code == 1
+    assert "job 0 failed: benchmark=text:" in said and "of 9 of 420 tokens. Pass a longer file" in said
+    assert "in pipeline.run" not in said and "Traceback" not in said, "a user's mistake needs no stack"
+    found = sorted(
+        (json.loads(p.read_text()) | {"root": p.parent} for p in tmp_path.glob("runs/default/*/status.json")),
+        key=lambda s: s["state"],
+    )
+    assert [(s["stage"], s["state"]) for s in found] == [("decode", "done"), ("calibrate", "failed")]
+    assert found[1]["error"].startswith("ConfigError: benchmark=text:")
+    assert found[1]["traceback"].startswith("Traceback (most recent call last):")
+    runs = list(tmp_path.glob("runs/default/*/*/wandb/offline-run-*"))
+    assert len(runs) == 3 and len({r.name.rsplit("-", 1)[1] for r in runs}) == 3, "one run a stage and job"
+    logs = sorted(tmp_path.glob("runs/logs/*/*-sweep/*/prr_pipeline.log"))
+    assert [("failed" in p.read_text() or "ERROR" in p.read_text()) for p in logs] == [True, False]

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Words of the command line: near names for wrong ones, before any work, and the order in which options win."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from prr_pipeline import config, overrides
+from prr_pipeline.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def known() -> None:
+    config.register()
+    GlobalHydra.instance().clear()
+
+
+def refused(*words: str) -> str:
+    """The message for a command line that is wrong; no stack of Hydra's is part of it."""
+    with pytest.raises(ConfigError) as error:
+        overrides.check(overrides.prepare(list(words)))
+    text = str(error.value)
+    assert "HYDRA_FULL_ERROR" not in text and "Traceback" not in text and "full_key" not in text
+    return text
+
+
+def passes(*words: str) -> list[str]:
+    prepared = overrides.prepare(list(words))
+    overrides.check(prepared)
+    assert not GlobalHydra.instance().is_initialized(), "Hydra's own run finds a clean state"
+    return prepared
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("dsa=qest", "dsa=qest: no such option. Did you mean quest? There are: infllm_v2, infllm_v2_short, quest"),
+        ("+experiment=glm4_infl", "experiment=glm4_infl: no such option. Did you mean glm4_infllm"),
+        ("experiment=glm4", "experiment=glm4: no such option. Did you mean glm4_infllm or glm4_quest?"),
+        ("debug=tny", "debug=tny: no such option. Did you mean tiny? There are: none, tiny."),
+        ("model=smolm2", "model=smolm2: no such option. Did you mean smollm2?"),
+        ("budget=zzz", "budget=zzz: no such option. There are: fixed, off, profiled."),
+        ("dsa=quest,qest", "dsa=qest: no such option. Did you mean quest?"),
+        ("metod=quest", "'metod' is no group and no key. Did you mean model? There are: benchmark, budget, debug, dsa"),
+        ("experimnt=x", "'experimnt' is no group and no key. Did you mean experiment?"),
+        ("topk=3", "'topk' is no group and no key. There are: benchmark"),
+        ("~trackr", "'trackr' is no group and no key. Did you mean tracker?"),
+        ("modl.name=x", "'modl.name' is no group and no key. Did you mean model?"),
+        ("=3", "'' is no group and no key."),
+    ],
+)
+def test_a_wrong_group_or_option_gets_near_names(word: str, expected: str) -> None:
+    assert refused(word).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("dsa.topk=3", "dsa.topk is unknown. Did you mean top_k? There are: name, block_size, top_k, sink, local"),
+        ("model.nme=x", "model.nme is unknown. Did you mean name?"),
+        ("runtime.prefil_chunk=1", "runtime.prefil_chunk is unknown. Did you mean prefill_chunk?"),
+        ("budget.detla=2", "budget.detla is unknown. Did you mean delta? There are: name, delta."),
+        ("model.architecture.hiden_size=3", "model.architecture.hiden_size is unknown. Did you mean hidden_size"),
+        ("hydra.run.dr=x", "hydra.run.dr is unknown. Did you mean dir?"),
+        ("dsa.top_k.x=3", "dsa.top_k.x is unknown. It has no keys."),
+        ("runtime.prefill_chunk=abc", "runtime.prefill_chunk: Value 'abc' of type 'str' could not be converted to I"),
+        ("seed=abc", "seed: Value 'abc' of type 'str' could not be converted to Integer"),
+        ("runtime.temperature=hot", "runtime.temperature: Value 'hot' of type 'str' could not be converted to Float"),
+        ("force=perhaps", "force: Value 'perhaps' is not a valid bool"),
+        ("stages=evaluate", "stages: Invalid value assigned: str is not a ListConfig, list or tuple."),
+        ("runtime.modes=prr", "runtime.modes: Invalid value assigned: str is not a ListConfig, list or tuple."),
+        ("dsa=quest,infllm_v2", "Ambiguous value for argument 'dsa=quest,infllm_v2'"),
+        ("+dsa=quest", "Multiple values for dsa."),
+        ("~dsa.topk", "Could not delete from config. 'dsa.topk' does not exist."),
+        ("dsa.top_k", "Error parsing override 'dsa.top_k'"),
+        ("runtime=null", "Config group override must be a string or a list. Got NoneType"),
+    ],
+)
+def test_a_wrong_key_or_type_is_said_in_one_message(word: str, expected: str) -> None:
+    assert refused(word).startswith(expected)
+
+
+def test_keys_of_an_option_are_those_of_the_option_that_is_chosen() -> None:
+    assert "dsa.window is unknown." in refused("dsa.window=16")
+    passes("dsa=infllm_v2", "dsa.window=16")
+    assert refused("budget=off", "budget.delta=2") == "budget.delta is unknown. There are: name."
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("-m", "dsa=quest,infllm_v2", "dsa.topk=1,2"), "dsa.topk is unknown. Did you mean top_k?"),
+        (("--multirun", "budget=fixed", "budget.delt=1.0,2.0"), "budget.delt is unknown. Did you mean delta?"),
+        (("hydra.mode=MULTIRUN", "seed=1,2", "dsa.topk=1"), "dsa.topk is unknown."),
+        (("-m", "+experiment=glm4_quest,glm4_infl"), "experiment=glm4_infl: no such option."),
+        (("-m", "+experiment=glob(x*)"), "+experiment=glob(x*): nothing matches"),
+    ],
+)
+def test_sweeps_are_checked_too(words: tuple[str, ...], expected: str) -> None:
+    assert refused(*words).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("dsa=quest", "dsa.top_k=64", "benchmark.num_samples=10"),
+        ("-m", "budget=fixed", "budget.delta=1.0,1.5,2.0"),
+        ("-m", "+experiment=glm4_infllm,glm4_quest", "debug=tiny", "budget.delta=choice(1,2)"),
+        ("-m", "dsa.top_k=range(8,32,8)", "runtime.repair=exact,union"),
+        ("-m", "experiment=glob(glm*)", "dsa=quest"),
+        ("hydra.mode=MULTIRUN", "seed=1,2"),
+        ("--cfg", "job", "-p", "dsa"),
+        ("hydra.run.dir=/tmp/x", "hydra.verbose=true", "hydra/job_logging=disabled"),
+        ("benchmark.tasks=[vt,cwe]", "stages=[evaluate]", "predictor.theta=[1,1,0]"),
+        ("runtime.threads=2", "model.path=/some where/x", "tracker.tags=[a,b]", "~predictor"),
+        ("+tracker.extra=1",),  # its schema refuses it when the job is validated
+    ],
+)
+def test_what_is_right_passes(words: tuple[str, ...]) -> None:
+    passes(*words)
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--hydra-help",), ("-h", "dsa.topk=3"), ("-sc", "install=bash")])
+def test_help_composes_nothing(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overrides, "compose", lambda *_: pytest.fail("composed"))
+    overrides.check(list(words))
+
+
+def test_the_examples_of_the_help_and_the_readme_compose() -> None:
+    root = config.config_dir().parent
+    texts = [p.read_text() for p in (config.config_dir() / "config.yaml", root / "README.md") if p.exists()]
+    found = re.findall(r"^ +python -m prr_pipeline(.*)$", "\n".join(texts), re.MULTILINE)
+    assert len(found) > 10
+    for line in found:
+        words = re.split(r"  +|#", line.strip() and line[1:])[0].split()
+        passes(*words)
+
+
+def test_experiment_and_debug_are_appended_in_that_order() -> None:
+    assert passes("debug=tiny", "+experiment=glm4_quest", "seed=3") == [
+        "seed=3",
+        "+experiment=glm4_quest",
+        "+debug=tiny",
+    ]
+    assert passes("experiment=glm4_quest") == ["+experiment=glm4_quest"]
+    assert passes("++experiment=glm4_quest") == ["+experiment=glm4_quest"]
+
+
+def test_flags_may_stand_between_overrides() -> None:
+    """Hydra's parser wants overrides in one piece, and experiment and debug move to the end."""
+    words = ["dsa.top_k=32", "debug=tiny", "--cfg", "job", "~predictor", "-p", "dsa", "seed=3"]
+    assert passes(*words) == ["--cfg", "job", "-p", "dsa", "dsa.top_k=32", "~predictor", "seed=3", "+debug=tiny"]
+
+
+def test_a_launcher_that_is_not_installed_names_the_extra() -> None:
+    text = refused("-m", "hydra/launcher=joblibb", "seed=1,2")
+    assert text.startswith("In 'hydra/config': Could not find 'hydra/launcher/joblibb'")
+    assert text.endswith("Launchers are packages of their own: pip install 'prr-pipeline[launchers]'")
+
+
+def test_options_of_a_users_own_folder_are_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "it's mine"
+    (folder / "dsa").mkdir(parents=True)
+    (folder / "dsa" / "mine.yaml").write_text("defaults: [quest, _self_]\ntop_k: 5\nextra: 1\n")
+    passes("--config-dir", str(folder), "dsa=mine", "dsa.top_k=7")
+    text = refused("--config-dir", str(folder), "dsa=mine", "dsa.topk=7")
+    assert text.startswith("dsa.topk is unknown. Did you mean top_k?") and text.endswith("extra.")
+    assert "Could not find 'dsa/other'" in refused("--config-dir", str(folder), "dsa=other")
+
+
+def test_groups_are_the_folders_of_option_files() -> None:
+    found = overrides.groups()
+    assert {"model", "dsa", "benchmark", "predictor", "budget", "runtime", "tracker", "debug", "experiment"} < {*found}
+    assert found["budget"] == ["fixed", "off", "profiled"] and "slurm" in found["hydra/launcher"]
