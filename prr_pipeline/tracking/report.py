@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finished jobs -> a W&B report to review: their tables as text, and panels over their runs.
+
+    python -m prr_pipeline.tracking.report runs/smollm2_quest/<hash> [more jobs ...] --entity ME
+
+The runs must have been uploaded (`wandb sync`, or tracker.mode=online). The tables come from the jobs' own files, so that
+the report says what they say. --dry-run needs no login. Needs the extra `reports` (wandb-workspaces).
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prr_pipeline.errors import MissingInput, PrrError
+
+_METRICS = ("score", "ms_per_token")
+
+
+def load_job(folder: Path) -> dict[str, Any]:
+    """What a report shows of a job: its configuration, rows and Markdown tables.
+
+    Raises:
+        MissingInput: the folder is no job with a finished stage evaluate.
+    """
+    evaluate = folder / "evaluate"
+    for path in (folder / "config.json", evaluate / "manifest.json", evaluate / "results.json"):
+        if not path.is_file():
+            raise MissingInput(
+                f"{folder}: no {path.relative_to(folder)}; expected runs/<experiment>/<hash> with a finished stage evaluate"
+            )
+    results = json.loads((evaluate / "results.json").read_text(encoding="utf-8"))
+    texts = [evaluate / "results.md", evaluate / "paper.md"]
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return {
+        "group": f"{config['experiment']}-{folder.name}",
+        "config": config,
+        "rows": results["rows"],
+        "tables": [p.read_text(encoding="utf-8") for p in texts if p.is_file()],
+    }
+
+
+def build(jobs: Sequence[dict[str, Any]], project: str, entity: str, title: str) -> Any:
+    """The report, a section a job, unsaved (wandb_workspaces.reports.v2.Report).
+
+    Raises:
+        MissingInput: the extra is not installed.
+    """
+    try:
+        import wandb_workspaces.reports.v2 as wr
+    except ImportError as error:
+        raise MissingInput(f"W&B reports need wandb-workspaces ({error}). Run: pip install wandb-workspaces") from None
+    blocks: list[Any] = [wr.TableOfContents()]
+    for job in jobs:
+        config = job["config"]
+        text = f"seed {config['seed']}, repair {config['runtime']['repair']}, budget {config['budget']['name']}"
+        blocks += [wr.H1(job["group"]), wr.P(text), *(wr.MarkdownBlock(t) for t in job["tables"])]
+        runs = wr.Runset(
+            entity=entity,
+            project=project,
+            name=job["group"],
+            filters=f"Metric('Group') == '{job['group']}' and Metric('JobType') == 'evaluate'",
+        )
+        blocks.append(wr.PanelGrid(runsets=[runs], panels=_panels(wr, job["rows"])))
+    return wr.Report(project=project, entity=entity, title=title, blocks=blocks)
+
+
+def _panels(wr: Any, rows: list[dict[str, Any]]) -> list[Any]:
+    """A bar chart a task and metric, and the plots."""
+    panels = []
+    for task in dict.fromkeys(r["task"] for r in rows):
+        modes = [r["mode"] for r in rows if r["task"] == task]
+        for metric in _METRICS:
+            keys = [wr.SummaryMetric(f"{task}/{mode}/{metric}") for mode in modes]
+            panels.append(wr.BarPlot(title=f"{task}: {metric}", metrics=keys))
+    return [*panels, wr.MediaBrowser(media_keys=["breakdown", "overlap", "hit_rate", "layers", "latency"])]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        prog="python -m prr_pipeline.tracking.report", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("jobs", nargs="+", type=Path, help="folders runs/<experiment>/<hash> with a finished evaluate")
+    parser.add_argument("--project", default="prr_pipeline")
+    parser.add_argument("--entity", default="", help="W&B user or team; yours when left out")
+    parser.add_argument("--title", default="Predict-Reuse-Repair")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="build it and list its sections; no login, nothing is sent"
+    )
+    args = parser.parse_args(argv)
+    try:
+        report = build([load_job(folder) for folder in args.jobs], args.project, args.entity, args.title)
+    except PrrError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
+    if args.dry_run:
+        print("\n".join(type(block).__name__ for block in report.blocks))
+        return 0
+    report.save()
+    print(report.url)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A report is built offline from a finished job's files; only saving it needs W&B."""
+
+import builtins
+import json
+
+import pytest
+
+from prr_pipeline.errors import MissingInput
+from prr_pipeline.tracking import report
+
+
+@pytest.fixture
+def job(tmp_path):
+    folder = tmp_path / "smollm2_quest" / "0123456789ab"
+    (folder / "evaluate").mkdir(parents=True)
+    config = {"experiment": "smollm2_quest", "seed": 7, "runtime": {"repair": "exact"}, "budget": {"name": "fixed"}}
+    rows = [{"task": t, "mode": m} for t in ("niah", "vt") for m in ("serial", "prr")]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evaluate/results.json").write_text(json.dumps({"rows": rows}))
+    (folder / "evaluate/results.md").write_text("| the table |")
+    (folder / "evaluate/manifest.json").write_text("{}")
+    return folder
+
+
+def test_a_section_shows_the_table_and_the_runs_of_the_job(job):
+    built = report.build([report.load_job(job)], "p", "e", "t")
+    *text, grid = built.blocks
+    assert "| the table |" in [getattr(b, "text", None) for b in text]
+    assert "Metric('Group') == 'smollm2_quest-0123456789ab'" in grid.runsets[0].filters
+    bars = [p for p in grid.panels if type(p).__name__ == "BarPlot"]
+    assert [p.title for p in bars] == ["niah: score", "niah: ms_per_token", "vt: score", "vt: ms_per_token"]
+    assert [m.name for m in bars[2].metrics] == ["vt/serial/score", "vt/prr/score"]
+
+
+def test_dry_run_lists_sections(job, capsys):
+    assert report.main([str(job), "--dry-run"]) == 0
+    assert capsys.readouterr().out.split() == ["TableOfContents", "H1", "P", "MarkdownBlock", "PanelGrid"]
+
+
+@pytest.mark.parametrize("gone", ["config.json", "evaluate/manifest.json", "evaluate/results.json"])
+def test_an_unfinished_job_is_named(job, gone, capsys):
+    (job / gone).unlink()
+    assert report.main([str(job)]) == 2
+    assert f"no {gone}" in capsys.readouterr().err
+
+
+def test_the_missing_extra_is_named(job, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("wandb_workspaces"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingInput, match="pip install wandb-workspaces"):
+        report.build([report.load_job(job)], "p", "e", "t")
