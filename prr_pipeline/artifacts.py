@@ -6,12 +6,14 @@ stage is done if and only if its manifest is there and matches. Everything is wr
 lines, where a line counts once its end is there.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -62,6 +64,24 @@ def write_atomic(path: Path, text: str) -> None:
 def write_json(path: Path, data: Any) -> None:
     """Write JSON atomically; NaN is refused, since JSON has none."""
     write_atomic(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time works in a job's folder; the system drops the lock of a process that dies.
+
+    Raises:
+        ArtifactError: another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ArtifactError(
+                f"{folder}: another process is running this very job; wait for it, or take another folder: output=..."
+            ) from None
+        yield
 
 
 class Records:

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
 from omegaconf import DictConfig
 
 import cutlass_kernels as ck
-from prr_pipeline.artifacts import StageFolder, digest, write_json
+from prr_pipeline.artifacts import StageFolder, digest, locked, write_json
 from prr_pipeline.config import STAGES, validate
 from prr_pipeline.errors import ArtifactError, ConfigError
 from prr_pipeline.stages import calibrate, decode, evaluate, profile
@@ -46,6 +45,14 @@ def run(cfg: DictConfig) -> None:
     job = Job(cfg)
     job.check()
     _refuse_ranks()
+    with locked(job.root):
+        _stages(job)
+
+
+def _stages(job: Job) -> None:
+    from lightning.fabric import Fabric  # takes seconds: after all that can fail at once
+
+    cfg = job.cfg
     if job.runtime.threads is not None:
         torch.set_num_threads(job.runtime.threads)
     ck.debug(job.runtime.debug_checks)

@@ -211,3 +211,12 @@ def test_differing_keys_are_paths() -> None:
 def test_the_commit_tells_a_changed_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "__file__", str(tmp_path / "prr_pipeline" / "artifacts.py"))
     assert artifacts.commit() is None, "an installed package has none"
+
+
+def test_one_process_works_in_a_job_folder_at_a_time(tmp_path):
+    job = tmp_path / "job"
+    busy = pytest.raises(ArtifactError, match="another process is running this very job")
+    with artifacts.locked(job), busy, artifacts.locked(job):
+        pytest.fail("two hold it")
+    with artifacts.locked(job):
+        pass  # free again

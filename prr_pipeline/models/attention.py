@@ -7,11 +7,11 @@ tokens after RoPE, and ours keeps the cache. An unknown implementation name also
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from prr_pipeline.errors import ConfigError
 
@@ -19,6 +19,7 @@ from prr_pipeline.errors import ConfigError
 Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 
 _NAME = "prr"
+_UNSERVED = ("sliding_window", "softcap", "s_aux")  # what models pass when theirs is not plain softmax attention
 _HANDLER = "_prr_attention"
 
 
@@ -29,8 +30,11 @@ def _forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
+    used = [key for key in _UNSERVED if options.get(key) is not None]
+    if used:
+        raise ConfigError(f"the model's attention uses {', '.join(used)}; only full softmax attention is served")
     handler: Attention | None = getattr(module, _HANDLER, None)
     if handler is None:
         raise RuntimeError("attention 'prr' was called outside of prr_pipeline.models.attention.attached")
@@ -38,7 +42,12 @@ def _forward(
     return handler(int(module.layer_idx), query, key, value, scale), None  # type: ignore[arg-type]
 
 
-AttentionInterface.register(_NAME, _forward)
+@cache
+def _register() -> None:
+    """Make the name known to transformers, whose import takes seconds."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_NAME, _forward)
 
 
 def attention_modules(model: Any) -> list[Any]:
@@ -63,6 +72,7 @@ def attention_modules(model: Any) -> list[Any]:
 @contextmanager
 def attached(model: Any, attention: Attention) -> Iterator[None]:
     """Within it the model's attention is ours; what was there is put back in every case."""
+    _register()
     modules = attention_modules(model)
     before = model.config._attn_implementation
     model.config._attn_implementation = _NAME

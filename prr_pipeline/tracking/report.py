@@ -3,8 +3,8 @@
 
     python -m prr_pipeline.tracking.report runs/smollm2_quest/<hash> [more jobs ...] --entity ME
 
-The runs must have been uploaded (`wandb sync`, or tracker.mode=online). The tables come from the jobs' own files, so that
-the report says what they say. --dry-run needs no login. Needs the extra `reports` (wandb-workspaces).
+The runs must have been uploaded (`wandb sync`, or tracker.mode=online). The tables come from the jobs' own files, so
+that the report says what they say. --dry-run needs no login. Needs the extra `reports` (wandb-workspaces).
 """
 
 import argparse
@@ -29,7 +29,7 @@ def load_job(folder: Path) -> dict[str, Any]:
     for path in (folder / "config.json", evaluate / "manifest.json", evaluate / "results.json"):
         if not path.is_file():
             raise MissingInput(
-                f"{folder}: no {path.relative_to(folder)}; expected runs/<experiment>/<hash> with a finished stage evaluate"
+                f"{folder}: no {path.relative_to(folder)}; expected runs/<experiment>/<hash>, stage evaluate finished"
             )
     results = json.loads((evaluate / "results.json").read_text(encoding="utf-8"))
     texts = [evaluate / "results.md", evaluate / "paper.md"]
