@@ -27,7 +27,6 @@ class Sampler:
             return int(logits[0].argmax())
         p = torch.softmax(logits[0].float().cpu() / self.temperature, -1)
         ordered, ids = p.sort(descending=True, stable=True)
-        if self.top_p < 1:  # at 1 everything is inside, whatever the sum's rounding
-            outside = ordered.cumsum(-1) - ordered >= self.top_p  # the first token that reaches top_p is inside
-            ordered[outside] = 0
+        outside = ordered.cumsum(-1) - ordered >= self.top_p  # the first token that reaches top_p is inside
+        ordered[outside] = 0
         return int(ids[torch.multinomial(ordered, 1, generator=self.generator)])

@@ -19,7 +19,8 @@ from prr_pipeline.errors import ConfigError
 from prr_pipeline.models.attention import attached
 from prr_pipeline.models.cache import LayerCache
 from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off, Profiled
-from prr_pipeline.prr.engine import Decoder, Engine, Mode, Prefilled
+from prr_pipeline.prr.engine import Decoder, Engine, Mode, Prefilled, Theta
+from prr_pipeline.prr.predictor import LAST_SCORES, PredictorState
 from prr_pipeline.prr.sampling import Sampler
 from prr_pipeline.prr.stats import StepStats, rates
 
@@ -101,16 +102,16 @@ def layers(stats: list[StepStats]) -> list:
 @pytest.mark.parametrize("kind", KINDS)
 def test_exact_modes_give_the_bits_of_serial_at_every_step(kind: str, method: str) -> None:
     engine, start = prefilled(kind, METHODS[method])
-    tokens, logits, stats = run(engine, start, mode("serial"))
+    tokens, logits, stats = run(engine, start, mode("serial"), 6)
     assert all(x.isfinite().all() for x in logits) and all(s.layers for s in stats)
-    assert len(set(tokens)) > 3, "a model that repeats itself tests little"
+    assert len(set(tokens)) > 2, "a model that repeats itself tests little"
     missed = 0
     for name in EXACT:
-        theirs = run(engine, start, mode(name))
+        theirs = run(engine, start, mode(name), 6)
         assert theirs[0] == tokens and same_bits(theirs[1], logits)
         missed += sum(x.missed for x in layers(theirs[2]))
     assert missed, "nothing was ever repaired"
-    assert not same_bits(run(engine, start, mode("dense"))[1], logits)
+    assert not same_bits(run(engine, start, mode("dense"), 6)[1], logits)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (3, 1), (8, 2), (5, 1), (8, 1), (16, 1)], ids=lambda h: f"G{h[0] // h[1]}")
@@ -118,8 +119,8 @@ def test_exact_modes_give_the_bits_of_serial_at_every_step(kind: str, method: st
 def test_exact_for_all_group_sizes(method: str, heads: tuple[int, int]) -> None:
     engine = build(tiny("llama", *heads), METHODS[method])
     start = engine.prefill(prompt(), 32)
-    _, logits, _ = run(engine, start, mode("serial"), 6)
-    assert all(same_bits(run(engine, start, mode(name), 6)[1], logits) for name in EXACT)
+    _, logits, _ = run(engine, start, mode("serial"), 4)
+    assert all(same_bits(run(engine, start, mode(name), 4)[1], logits) for name in EXACT)
 
 
 def test_exact_in_half_precision() -> None:
@@ -404,6 +405,39 @@ def test_reuse_and_reuse_repair_predict_the_same() -> None:
     assert runs[0] == runs[1]
     last = [s.layers for s in run(engine, start, mode("prr", Fixed(delta=1.0)))[2]]
     assert last != runs[0], "the calibrated forecast is another one"
+
+
+def test_reuse_uses_all_that_it_attended_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A miss of one head recomputes A of all heads; without a miss nothing is recomputed."""
+    engine, start = prefilled("llama", QUEST)
+    looked: list[Tensor] = []
+    own = ck.repair
+
+    def repair(q: Tensor, k: Tensor, v: Tensor, chosen: ck.Selection, *rest: Any) -> Any:
+        looked.append(chosen.position >= 0)
+        return own(q, k, v, chosen, *rest)
+
+    monkeypatch.setattr(ck, "repair", repair)
+    missed = [x.missed for x in layers(run(engine, start, mode("reuse"))[2])]
+    assert [bool(x.any()) for x in looked] == [not m for m in missed] and any(missed)
+    looked.clear()
+    decode(Prophet(engine, start, mode("reuse"), {}), 3)
+    assert all(bool(x.all()) for x in looked)
+    looked.clear()
+    missed = [x.missed for x in layers(run(engine, start, mode("reuse_repair"))[2])]
+    assert [int((~x).sum()) for x in looked] == missed
+
+
+@pytest.mark.parametrize(("name", "theta", "width"), [("prr", THETA, 9), ("reuse", LAST_SCORES, 6)])
+def test_the_first_prediction_has_learned_from_the_rows_of_the_prompt(name: str, theta: Theta, width: int) -> None:
+    engine, start = prefilled("llama", QUEST)
+    decoder = engine.decoder(start, mode(name), dict.fromkeys(start.windows, THETA))
+    assert decoder.states.keys() == start.windows.keys() == {1, 2}
+    for layer, window in start.windows.items():
+        state = PredictorState(QUEST, window.scores[:1], theta)
+        for scores, length in zip(window.scores, window.lengths, strict=True):
+            state.update(scores[None], length[None], width)
+        assert torch.equal(decoder.states[layer].ids, state.ids) and state.ids.shape[2] == width
 
 
 def test_dynamic_hits_of_plain_reuse_are_the_overlap_with_the_last_selection() -> None:
