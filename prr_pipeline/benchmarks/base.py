@@ -67,11 +67,13 @@ class Benchmark(ABC):
         name: the option's name, for tables and messages.
         chat: whether prompts are turns of a chat (the model's template applies if it has one).
         ignore_eos: whether to go on generating after the end-of-sequence token.
+        queries: where those of decode steps come from: the "model", or "synthetic" (see locality).
     """
 
     name: str
     chat: ClassVar[bool] = True
     ignore_eos: ClassVar[bool] = False
+    queries: ClassVar[str] = "model"
 
     @abstractmethod
     def check(self) -> None:

@@ -127,7 +127,7 @@ def _no_weights(cfg: ModelConfig, why: str) -> str:
         f"{constants.HF_HUB_CACHE}, and {why}.\n"
         f"Get it by: hf download {cfg.hub_id}{revision}\n"
         "Or override model.weights=local model.path=FOLDER, or model.weights=random "
-        f"(true size, no files), or {TINY}."
+        f"benchmark=locality (speed at true size, no files), or {TINY}."
     )
 
 

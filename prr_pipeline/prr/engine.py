@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,24 +59,44 @@ class Mode:
         return modes[name]
 
 
+class Feed(NamedTuple):
+    """What attention gets in decode steps in place of the model's own q, k, v.
+
+    q: [layers, T, 1, Hq, D], k, v: [layers, T, 1, H_kv, D] of the model's dtype. first: position of the first of T.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    first: int
+
+    def at(self, layer: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of one step: q [1, Hq, D], k and v [1, H_kv, D]."""
+        i = position - self.first
+        return self.q[layer, i], self.k[layer, i], self.v[layer, i]
+
+
 @dataclass
 class Prefilled:
     """A prompt in the cache, before the first decode step.
 
     cache: every prompt token is in it. logits: [1, vocab] after the last one. windows: scores of the last
-    prompt rows by layer (layers that never select have none). ms: wall time of the prefill, the windows not counted.
+    prompt rows by layer (layers that never select have none). ms: wall time of the prefill, the windows not counted;
+    None where the model read nothing. feed: of synthetic runs, see prr_pipeline.prr.synthetic.
     """
 
     cache: KVCache
     logits: Tensor
     windows: dict[int, Window]
-    ms: float
+    ms: float | None
     window_ms: float
+    feed: Feed | None = None
 
     @property
     def nbytes(self) -> int:
         """Memory that it holds."""
-        return self.cache.nbytes + sum(w.scores.nbytes for w in self.windows.values())
+        fed = sum(x.nbytes for x in self.feed[:3]) if self.feed else 0
+        return self.cache.nbytes + sum(w.scores.nbytes for w in self.windows.values()) + fed
 
 
 class Engine:
@@ -123,7 +144,10 @@ class Engine:
                 cache.set_length(at + chunk.shape[1])
                 logits = forward(self.model, chunk, at)
         done = time.perf_counter()
-        windows = {layer: window for layer in range(self.layers) if (window := handler.replay(layer)) is not None}
+        windows = {}
+        for layer, queries in handler.queries.items():
+            if (window := replay(cache, layer, queries, handler.scale)) is not None:
+                windows[layer] = window
         return Prefilled(cache, logits, windows, (done - start) * 1e3, (time.perf_counter() - done) * 1e3)
 
     def decoder(self, start: Prefilled, mode: Mode, thetas: dict[int, Theta]) -> "Decoder":
@@ -150,27 +174,31 @@ class _Prefill:
         self.scale = scale
         return causal_attention(q, keys, values, scale).transpose(1, 2)
 
-    def replay(self, layer: int) -> Window | None:
-        """Append the last rows again, one by one as decode will, and score each: [W, H_kv, N].
 
-        The metadata that this leaves behind is what decode goes on with.
-        """
-        cache, method = self.cache, self.cache.method
-        rows = self.queries[layer].shape[2]
-        first = cache.length - rows
-        cache.rebuild(layer, first)
-        at = cache.layers[layer]
-        B, H = at.k.shape[:2]
-        scores = torch.empty(rows, B, H, cache.num_blocks, dtype=torch.float32, device=at.k.device)
-        scored = layer >= method.dense_layers
-        keys, values = (x.flatten(2, 3)[:, :, first : cache.length].clone() for x in (at.k, at.v))
-        lengths = torch.arange(first + 1, cache.length + 1, dtype=torch.int32, device=at.k.device)
-        for i in range(rows):
-            lens = lengths[i].expand(B).contiguous()
-            method.append(keys[:, :, i].contiguous(), values[:, :, i].contiguous(), at.k, at.v, at.meta, lens)
-            if scored:
-                method.score(self.queries[layer][:, :, i].contiguous(), at.meta, lens, self.scale, scores[i])
-        return Window(scores[:, 0], lengths) if scored else None
+def replay(cache: KVCache, layer: int, queries: Tensor, scale: float) -> Window | None:
+    """Append a prompt's last W rows again, one by one as decode will, and score each; None if the layer is dense.
+
+    The metadata that this leaves behind is what decode goes on with.
+
+    Args:
+        cache: every prompt token is in it.
+        queries: [B, Hq, W, D] of those rows.
+    """
+    method, at = cache.method, cache.layers[layer]
+    rows = queries.shape[2]
+    first = cache.length - rows
+    cache.rebuild(layer, first)
+    B, H = at.k.shape[:2]
+    scores = torch.empty(rows, B, H, cache.num_blocks, dtype=torch.float32, device=at.k.device)
+    scored = layer >= method.dense_layers
+    keys, values = (x.flatten(2, 3)[:, :, first : cache.length].clone() for x in (at.k, at.v))
+    lengths = torch.arange(first + 1, cache.length + 1, dtype=torch.int32, device=at.k.device)
+    for i in range(rows):
+        lens = lengths[i].expand(B).contiguous()
+        method.append(keys[:, :, i].contiguous(), values[:, :, i].contiguous(), at.k, at.v, at.meta, lens)
+        if scored:
+            method.score(queries[:, :, i].contiguous(), at.meta, lens, scale, scores[i])
+    return Window(scores[:, 0], lengths) if scored else None
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -204,7 +232,7 @@ class Decoder:
     def __init__(self, engine: Engine, start: Prefilled, mode: Mode, thetas: dict[int, Theta]):
         self.engine, self.mode, self.method = engine, mode, engine.method
         self.cache = start.cache.clone()
-        self.logits = start.logits
+        self.logits, self.feed = start.logits, start.feed
         self.clock = Clock()
         self.layer_stats: dict[int, LayerStats] = {}
         self.states: dict[int, PredictorState] = {}
@@ -243,7 +271,10 @@ class Decoder:
         return self.logits, StepStats(context, ms, dict(self.clock.ms), dict(self.layer_stats))
 
     def _attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        q, k, v = (x[:, :, 0].contiguous() for x in (q, k, v))
+        if self.feed is None:
+            q, k, v = (x[:, :, 0].contiguous() for x in (q, k, v))
+        else:
+            q, k, v = self.feed.at(layer, self.cache.length - 1)
         with self.clock("append"):
             at = self.cache.append(layer, k, v)
         selects = self.mode.name != "dense" and self.method.selects(layer, self.cache.length)

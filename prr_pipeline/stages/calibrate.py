@@ -30,7 +30,7 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
             records.append([row])
             done[row["id"]] = row
             hit = _mean([x["hit"] for x in row["layers"]])
-            bar.update(tokens=len(prompt.ids), seconds=time.perf_counter() - start, hit_rate=hit)
+            bar.update(tokens=row["prompt_tokens"], seconds=time.perf_counter() - start, hit_rate=hit)
     for row in done.values():
         for point in row["locality"]:
             run.log({f"hit/{point['predictor']}/delta_{point['delta']}": point["hit_dynamic"]})

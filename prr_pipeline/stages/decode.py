@@ -163,7 +163,7 @@ def _record(
     every = [x for s in trace.steps for x in s.layers.values()]
     over = rates(every)
     other = None if mode.name == "serial" else serial
-    context = len(prompt.ids) + 1
+    context = start.cache.length + 1
     ratio = mode.budget.ratio(context) if mode.budget.active else None
     return {
         "id": sample.id,
@@ -171,7 +171,7 @@ def _record(
         "mode": mode.name,
         "repair": mode.repair if mode.name in ("reuse", "reuse_repair", "prr") else None,
         "delta": ratio,
-        "prompt_tokens": len(prompt.ids),
+        "prompt_tokens": start.cache.length,
         "truncated": bool(sample.meta.get("tokens_cut")),
         "tokens_cut": sample.meta.get("tokens_cut", 0),
         "n_generated": len(trace.tokens),

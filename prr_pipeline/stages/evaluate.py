@@ -77,6 +77,7 @@ def _row(job: Job, group: list[dict[str, Any]]) -> dict[str, Any]:
         "model": job.model_cfg.name,
         "dsa": job.method.name,
         "benchmark": job.benchmark.name,
+        "queries": job.benchmark.queries,
         "task": first["task"],
         "mode": first["mode"],
         "repair": first["repair"],
@@ -86,6 +87,7 @@ def _row(job: Job, group: list[dict[str, Any]]) -> dict[str, Any]:
         "ms_per_token": _mean(group, "ms_per_token", "steps"),
         "hit_rate_dynamic": _mean(group, "hit_rate_dynamic", "steps"),
         "hit_rate_all": _mean(group, "hit_rate_all", "steps"),
+        "overlap_last": _mean(_flat(group, "step_records"), "overlap_last"),
         "missed_per_step": _mean(group, "missed_per_step", "steps"),
         "wasted_per_step": _mean(group, "wasted_per_step", "steps"),
         "tokens_equal_serial": _mean(group, "tokens_equal_serial"),
@@ -106,7 +108,8 @@ def _flat(samples: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
 
 def _plots(job: Job, samples: list[dict[str, Any]], folder: Path, inputs: dict[str, str]) -> list[Path]:
     """All plots whose records are there."""
-    of = {"model": job.model_cfg.name, "dsa": job.method.name}
+    synthetic = ", synthetic queries" if job.benchmark.queries == "synthetic" else ""
+    of = {"model": job.model_cfg.name, "dsa": job.method.name + synthetic}
     steps = _flat(samples, "step_records")
     written = plots.plot_breakdown(steps, folder, **of) + plots.plot_overlap(steps, folder, **of)
     written += plots.plot_layers(_flat(samples, "layer_records"), folder, **of)
@@ -142,7 +145,7 @@ def _show(results: dict[str, Any]) -> None:
 
 def _remarks(results: dict[str, Any]) -> list[str]:
     """What a reader of the times must know."""
-    return [_ON_CPU] if results["device"] == "cpu" else []
+    return [_ON_CPU] if results.get("device") == "cpu" else []
 
 
 def _refuse_dense(job: Job, rows: list[dict[str, Any]]) -> None:

@@ -14,11 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from prr_pipeline.artifacts import StageFolder, digest, resolved
 from prr_pipeline.benchmarks.base import Benchmark, Sample
+from prr_pipeline.benchmarks.locality import Locality
 from prr_pipeline.config import MODES, ModelConfig, RuntimeConfig
 from prr_pipeline.dsa.base import SparseMethod
 from prr_pipeline.errors import ConfigError
 from prr_pipeline.models import load
 from prr_pipeline.models.tokenizer import encode_prompt
+from prr_pipeline.prr import synthetic
 from prr_pipeline.prr.budget import BudgetPolicy
 from prr_pipeline.prr.engine import Engine, Prefilled
 from prr_pipeline.prr.predictor import EmaPredictor
@@ -163,18 +165,26 @@ class Job:
             yield Prompt(sample, ids)
 
     def prefill(self, prompt: Prompt) -> Prefilled:
-        """A sample's prompt in the cache, with room for its answer.
+        """A sample's prompt, or what stands for one, in the cache, with room for its answer.
 
         Small ones are kept for the next stage of this process; whoever takes one decodes from a copy.
         """
         key = prompt.sample.id
         if key not in self._prefilled:
-            start = self.engine.prefill(prompt.ids, prompt.sample.max_new_tokens)
+            start = self._prefill(prompt)
             if self._kept_bytes + start.nbytes > _KEEP_BYTES:
                 return start
             self._kept_bytes += start.nbytes
             self._prefilled[key] = start
         return self._prefilled[key]
+
+    def _prefill(self, prompt: Prompt) -> Prefilled:
+        room, b = prompt.sample.max_new_tokens, self.benchmark
+        if not isinstance(b, Locality):
+            return self.engine.prefill(prompt.ids, room)
+        return synthetic.prefill(
+            self.engine, b.length - room, room, b.drift, b.block_weight, self.cfg.seed, prompt.sample.id
+        )
 
     def device_name(self) -> str:
         """For manifests."""

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 COLUMNS = (
-    *("model", "dsa", "benchmark", "task", "mode", "repair", "delta", "n", "score"),
-    *("ms_per_token", "speedup", "hit_rate_dynamic", "hit_rate_all", "missed_per_step"),
+    *("model", "dsa", "benchmark", "queries", "task", "mode", "repair", "delta", "n", "score"),
+    *("ms_per_token", "speedup", "hit_rate_dynamic", "hit_rate_all", "overlap_last", "missed_per_step"),
     *("wasted_per_step", "tokens_equal_serial", "logits_equal_serial", "dense_steps", "steps"),
     *("truncated", "nulls", "budget_tokens", "seed"),
 )
-TASK = ("model", "dsa", "benchmark", "task", "budget_tokens", "seed")
+TASK = ("model", "dsa", "benchmark", "queries", "task", "budget_tokens", "seed")
 CONSOLE_WIDTH = 114  # columns that the console table needs with the longest task names
 SPECULATIVE = ("reuse", "reuse_repair", "prr")
 
@@ -192,6 +192,9 @@ class _Notes:
 
 
 def _task_notes(group: Sequence[Row]) -> Iterable[str]:
+    if _synthetic(group[0]):
+        kept = _percent(_mean(row.get("overlap_last") for row in group))
+        yield f"synthetic queries over random keys: {kept} % of the dynamic blocks of A were in the A before."
     if truncated := max(_number(row.get("truncated")) or 0 for row in group):
         yield f"{truncated:.0f} of {_fixed(group[0].get('n'), 0)} prompts were cut to fit."
     if all(row["speedup"] is None for row in group):
@@ -303,6 +306,8 @@ def _variants(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def _benchmark(row: Row) -> str:
+    if _synthetic(row):
+        return f"{row['benchmark']} (synthetic queries)"
     return paper.paper_name(row["benchmark"]) or row["benchmark"]
 
 
@@ -353,6 +358,10 @@ def _groups(rows: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def _order(row: Row) -> tuple[int, str, float]:
     mode = MODES.index(row["mode"]) if row["mode"] in MODES else len(MODES)
     return mode, row.get("repair") or "", _number(row.get("delta")) or 0.0
+
+
+def _synthetic(row: Row) -> bool:
+    return row.get("queries") == "synthetic"
 
 
 def _never_selected(row: Row) -> bool:

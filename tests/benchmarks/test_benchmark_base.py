@@ -9,6 +9,7 @@ from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
 from prr_pipeline.benchmarks.base import Benchmark, Sample, read_text, unknown
+from prr_pipeline.benchmarks.locality import Locality
 from prr_pipeline.benchmarks.ruler import Ruler
 from prr_pipeline.benchmarks.text import Text
 from prr_pipeline.errors import ConfigError, MissingInput
@@ -65,7 +66,7 @@ def test_unknown_names_get_near_ones():
     assert "mean" not in unknown("task", "zzz", ["vt"])
 
 
-@pytest.mark.parametrize("kind", [Ruler, Text])
+@pytest.mark.parametrize("kind", [Ruler, Text, Locality])
 def test_yaml_names_every_field_and_its_default(kind):
     option = OmegaConf.load(CONF / f"{kind().name}.yaml")
     assert get_class(option.pop("_target_")) is kind

@@ -278,7 +278,7 @@ def test_offline_without_weights_in_the_cache(files, tmp_path, monkeypatch):
         "HF_HUB_OFFLINE=1",
         "hf download someone/far" + ("" if files else " --revision v2"),
         "model.weights=local model.path=",
-        "model.weights=random (true size, no files)",
+        "model.weights=random benchmark=locality (speed at true size, no files)",
         "debug=tiny",
     ):
         assert part in text

@@ -15,8 +15,8 @@ from prr_pipeline.stages import profile
 from prr_pipeline.stages.job import Job
 
 KEYS = (
-    *("model", "dsa", "benchmark", "task", "mode", "repair", "delta", "n", "score", "ms_per_token"),
-    *("hit_rate_dynamic", "hit_rate_all", "missed_per_step", "wasted_per_step", "tokens_equal_serial"),
+    *("model", "dsa", "benchmark", "queries", "task", "mode", "repair", "delta", "n", "score", "ms_per_token"),
+    *("hit_rate_dynamic", "hit_rate_all", "overlap_last", "missed_per_step", "wasted_per_step", "tokens_equal_serial"),
     *("logits_equal_serial", "dense_steps", "steps", "truncated", "nulls", "budget_tokens", "seed"),
 )
 JOBS = {

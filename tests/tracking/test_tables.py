@@ -148,6 +148,18 @@ def test_footnotes_name_the_special_cases():
         assert note in rendered(rows)
 
 
+def test_synthetic_queries_are_said_and_never_mixed_with_the_model_s_own():
+    drawn = task_rows(queries="synthetic", overlap_last=0.671)
+    rows = [*task_rows(), *drawn]
+    note = "[a] synthetic queries over random keys: 67.1 % of the dynamic blocks of A were in the A before."
+    for text in (to_markdown(rows), " ".join(rendered(rows).split())):
+        assert note in text and text.count("longbench/qasper [a]") == 1 and text.count("longbench/qasper") == 2
+    assert "synthetic" not in to_markdown(task_rows(overlap_last=0.671))
+    who = "glm4_9b_1m x quest, token budget 4096"
+    assert line(paper_tables(drawn), "Table 5", who).endswith("| longbench (synthetic queries) |")
+    assert line(paper_tables(rows), "Table 5", who).endswith("| LongBench |"), "ours is over real queries only"
+
+
 def test_speedup_needs_the_same_task_budget_and_seed():
     rows = [
         row("serial", 10.0),

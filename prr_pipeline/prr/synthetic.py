@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Synthetic keys, values and drifting queries: decode steps whose selections have a set locality, without a prompt.
+
+What attention gets is random; all that is done with it is real. A key is sqrt(w) m + sqrt(1 - w) e, where all keys of a
+block share m, so that blocks differ by more than the noise of their keys. The queries of each head are an AR(1)
+process, q' = sqrt(1 - drift^2) q + drift e, so that scores of consecutive steps correlate and A changes little by
+little. All components are standard normal. Everything follows from the seed and the sample: every mode gets the same.
+"""
+
+import time
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prr_pipeline.models.attention import attention_modules
+from prr_pipeline.models.cache import KVCache
+from prr_pipeline.prr.engine import Engine, Feed, Prefilled, replay
+
+
+def prefill(
+    engine: Engine, length: int, room: int, drift: float, block_weight: float, seed: int, key: str
+) -> Prefilled:
+    """A filled cache, scores of its last rows, and what attention gets in the decode steps; the model does not run.
+
+    Args:
+        engine: gives the method, and the model's shape, dtype and device.
+        length: tokens in the cache.
+        room: decode steps at most.
+        drift: of the queries, 0 (they stay) to 1 (each is new).
+        block_weight: w, the share of a key's variance that its block has in common, 0 to 1.
+        seed, key: of the random numbers; the key is the sample's id.
+
+    Returns:
+        logits are zeros: nothing was read, so all first tokens are as likely.
+    """
+    config: Any = engine.model.config
+    shape = (engine.layers, 1, engine.kv_heads, engine.head_dim)
+    cache = KVCache(engine.method, *shape, length + room, engine.dtype, engine.device)
+    cache.set_length(length)
+    rows = min(engine.window, length)
+    like = cache.layers[0].k
+    heads = (config.num_attention_heads, engine.kv_heads, engine.kv_heads)
+    feed_q, feed_k, feed_v = (like.new_empty(engine.layers, room, 1, n, engine.head_dim) for n in heads)
+    windows, window_ms = {}, 0.0
+    for layer, module in enumerate(attention_modules(engine.model)):
+        gen = torch.Generator(engine.device).manual_seed(zlib.crc32(f"{seed} {key} {layer}".encode()))
+        k = block_keys(gen, like, block_weight)
+        v = torch.randn(k.shape, generator=gen, dtype=k.dtype, device=k.device)
+        q = drifting(gen, heads[0], rows + room, engine.head_dim, drift).to(k.dtype)
+        cache.write(layer, k[:, :, :length], v[:, :, :length])
+        for steps, x, first in ((feed_q, q, rows), (feed_k, k, length), (feed_v, v, length)):
+            steps[layer] = x[:, :, first : first + room].permute(2, 0, 1, 3)
+        start = time.perf_counter()
+        if (window := replay(cache, layer, q[:, :, :rows], module.scaling)) is not None:
+            windows[layer] = window
+        window_ms += (time.perf_counter() - start) * 1e3
+    feed = Feed(feed_q, feed_k, feed_v, length)
+    return Prefilled(cache, like.new_zeros(1, config.vocab_size), windows, None, window_ms, feed)
+
+
+def block_keys(gen: torch.Generator, like: Tensor, weight: float) -> Tensor:
+    """Keys for all places of a cache [1, H_kv, N, block, D]: [1, H_kv, N * block, D]."""
+
+    def noise(tokens: int) -> Tensor:
+        size = (*like.shape[:3], tokens, like.shape[4])
+        return torch.randn(size, generator=gen, dtype=like.dtype, device=like.device)
+
+    return (weight**0.5 * noise(1) + (1 - weight) ** 0.5 * noise(like.shape[3])).flatten(2, 3)
+
+
+def drifting(gen: torch.Generator, heads: int, rows: int, dim: int, drift: float) -> Tensor:
+    """The process of each head from a stationary start, [1, Hq, rows, D] float32."""
+    q = torch.randn(1, heads, rows, dim, generator=gen, device=gen.device)
+    keep = (1 - drift**2) ** 0.5
+    for t in range(1, rows):
+        q[:, :, t] = keep * q[:, :, t - 1] + drift * q[:, :, t]
+    return q
