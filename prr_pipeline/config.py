@@ -60,6 +60,9 @@ class RuntimeConfig:
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
     threads: int | None = None  # CPU threads; null: torch's default
+    step_threads: int | None = (
+        1  # of a decode step: its ops are small, and a busy core makes all wait; null: as threads
+    )
     debug_checks: bool = False  # out-of-range block ids raise (costs host syncs)
     profile_contexts: list[int] = field(
         default_factory=list
@@ -188,7 +191,8 @@ def validate(cfg: DictConfig) -> None:
             raise ConfigError(f"runtime.{key} = {cfg.runtime[key]}, expected at least {low}")
     if not 0 < cfg.runtime.top_p <= 1:
         raise ConfigError(f"runtime.top_p = {cfg.runtime.top_p}, expected a value in (0, 1]")
-    if cfg.runtime.threads is not None and cfg.runtime.threads < 1:
-        raise ConfigError(f"runtime.threads = {cfg.runtime.threads}, expected at least 1, or null for torch's default")
+    for key in ("threads", "step_threads"):
+        if cfg.runtime[key] is not None and cfg.runtime[key] < 1:
+            raise ConfigError(f"runtime.{key} = {cfg.runtime[key]}, expected at least 1, or null for torch's default")
     for group in TARGET_GROUPS:
         check_target(group, cfg[group])

@@ -108,6 +108,7 @@ class Engine:
         kv_heads, head_dim, layers: the model's shape.
         prefill_chunk: prompt tokens a forward pass.
         window: prompt rows that are scored for calibration.
+        step_threads: CPU threads of a decode step; None leaves torch's.
     """
 
     def __init__(
@@ -119,10 +120,11 @@ class Engine:
         head_dim: int,
         prefill_chunk: int = 2048,
         window: int = 64,
+        step_threads: int | None = None,
     ):
         self.model, self.method = model, method
         self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
-        self.prefill_chunk, self.window = prefill_chunk, window
+        self.prefill_chunk, self.window, self.step_threads = prefill_chunk, window, step_threads
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
 
@@ -144,11 +146,14 @@ class Engine:
                 cache.set_length(at + chunk.shape[1])
                 logits = forward(self.model, chunk, at)
         done = time.perf_counter()
-        windows = {}
-        for layer, queries in handler.queries.items():
-            if (window := replay(cache, layer, queries, handler.scale)) is not None:
-                windows[layer] = window
+        windows = self.replay(cache, handler.queries, handler.scale)
         return Prefilled(cache, logits, windows, (done - start) * 1e3, (time.perf_counter() - done) * 1e3)
+
+    def replay(self, cache: KVCache, queries: dict[int, Tensor], scale: float) -> dict[int, Window]:
+        """Windows of all layers that may select; see `replay`. queries: by layer, [B, Hq, W, D]."""
+        with threads(self.step_threads):
+            windows = {layer: replay(cache, layer, q, scale) for layer, q in queries.items()}
+        return {layer: window for layer, window in windows.items() if window is not None}
 
     def decoder(self, start: Prefilled, mode: Mode, thetas: dict[int, Theta]) -> "Decoder":
         """A decoder of its own copy of the cache.
@@ -212,6 +217,17 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     )
 
 
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """So many CPU threads within; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @dataclass
 class Clock:
     """Wall time of the parts of a step, in ms."""
@@ -242,9 +258,10 @@ class Decoder:
         self.scores = torch.empty(shape, dtype=torch.float32, device=engine.device)
         self.all_blocks = torch.arange(cache.num_blocks, dtype=torch.int32, device=engine.device).expand(shape)
         width = self._width(cache.length + 1)
-        for layer, window in start.windows.items():
-            theta = thetas[layer] if mode.calibrated and mode.budget.active else LAST_SCORES
-            self.states[layer] = self._warm(window, theta, width)
+        with threads(engine.step_threads):
+            for layer, window in start.windows.items():
+                theta = thetas[layer] if mode.calibrated and mode.budget.active else LAST_SCORES
+                self.states[layer] = self._warm(window, theta, width)
 
     def _width(self, context: int) -> int:
         return self.mode.budget.blocks(self.method.top_k, context)
@@ -264,7 +281,7 @@ class Decoder:
         self.clock, self.layer_stats = Clock(), {}
         ids = torch.tensor([[token]], device=engine.device)
         start = time.perf_counter()
-        with attached(engine.model, self._attention):
+        with threads(engine.step_threads), attached(engine.model, self._attention):
             cache.set_length(context)
             self.logits = forward(engine.model, ids, context - 1)
         ms = (time.perf_counter() - start) * 1e3

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from prr_pipeline.models.attention import attention_modules
 from prr_pipeline.models.cache import KVCache
-from prr_pipeline.prr.engine import Engine, Feed, Prefilled, replay
+from prr_pipeline.prr.calibration import Window
+from prr_pipeline.prr.engine import Engine, Feed, Prefilled
 
 
 def prefill(
@@ -43,7 +44,8 @@ def prefill(
     like = cache.layers[0].k
     heads = (config.num_attention_heads, engine.kv_heads, engine.kv_heads)
     feed_q, feed_k, feed_v = (like.new_empty(engine.layers, room, 1, n, engine.head_dim) for n in heads)
-    windows, window_ms = {}, 0.0
+    windows: dict[int, Window] = {}
+    window_ms = 0.0
     for layer, module in enumerate(attention_modules(engine.model)):
         gen = torch.Generator(engine.device).manual_seed(zlib.crc32(f"{seed} {key} {layer}".encode()))
         k = block_keys(gen, like, block_weight)
@@ -53,8 +55,7 @@ def prefill(
         for steps, x, first in ((feed_q, q, rows), (feed_k, k, length), (feed_v, v, length)):
             steps[layer] = x[:, :, first : first + room].permute(2, 0, 1, 3)
         start = time.perf_counter()
-        if (window := replay(cache, layer, q[:, :, :rows], module.scaling)) is not None:
-            windows[layer] = window
+        windows |= engine.replay(cache, {layer: q[:, :, :rows]}, module.scaling)
         window_ms += (time.perf_counter() - start) * 1e3
     feed = Feed(feed_q, feed_k, feed_v, length)
     return Prefilled(cache, like.new_zeros(1, config.vocab_size), windows, None, window_ms, feed)

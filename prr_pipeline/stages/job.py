@@ -146,6 +146,7 @@ class Job:
             shape.head_dim,
             self.runtime.prefill_chunk,
             self.predictor.window,
+            self.runtime.step_threads,
         )
 
     def prompts(self) -> Iterator[Prompt]:

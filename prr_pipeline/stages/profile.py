@@ -20,6 +20,7 @@ from prr_pipeline.artifacts import StageFolder, write_json
 from prr_pipeline.models.attention import attached, attention_modules, forward
 from prr_pipeline.models.cache import KVCache
 from prr_pipeline.prr.budget import Profiled, width
+from prr_pipeline.prr.engine import threads
 from prr_pipeline.prr.predictor import LAST_SCORES, PredictorState
 from prr_pipeline.stages.calibrate import DELTAS
 from prr_pipeline.stages.job import Job
@@ -30,6 +31,11 @@ log = logging.getLogger(__name__)
 
 def run(job: Job, folder: StageFolder, run: Any) -> None:
     """Measure, fit, and write profile.json."""
+    with threads(job.runtime.step_threads):
+        _profile(job, folder, run)
+
+
+def _profile(job: Job, folder: StageFolder, run: Any) -> None:
     contexts = _contexts(job)
     rows, breakdown = [], []
     linear = _linear_parts(job)

@@ -517,3 +517,19 @@ def test_a_layer_with_a_sliding_window_is_refused() -> None:
     with pytest.raises(ConfigError) as error, attached(model, lambda *_: torch.empty(0)):
         pass
     assert str(error.value) == "layers [1] use sliding-window attention; only full attention is served"
+
+
+def test_a_step_has_its_own_number_of_threads() -> None:
+    engine = build(tiny("llama", 4, 2), QUEST)
+    start = engine.prefill(prompt(), 4)
+    engine.step_threads, seen = 2, []
+    decoder = engine.decoder(start, mode("serial"), {})
+    own, before = decoder._attention, torch.get_num_threads()
+
+    def attention(*args: Any) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return own(*args)
+
+    decoder._attention = attention  # type: ignore[method-assign]
+    decoder.step(1)
+    assert set(seen) == {2} and torch.get_num_threads() == before
