@@ -2,6 +2,7 @@
 """The command line: compose a job with Hydra, validate it, run it."""
 
 import logging
+import os
 import sys
 
 import hydra
@@ -14,6 +15,10 @@ from prr_pipeline import config, overrides
 from prr_pipeline.errors import PrrError
 
 log = logging.getLogger(__name__)
+
+# CPU threads that wait must sleep: spinning, they hold the core that the thread they wait for needs (on two cores with
+# one other busy process, prefill took twice and calibration eight times as long). Read when torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 config.register()
 
