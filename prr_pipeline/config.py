@@ -60,13 +60,11 @@ class RuntimeConfig:
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
     threads: int | None = None  # CPU threads; null: torch's default
-    step_threads: int | None = (
-        1  # of a decode step: its ops are small, and a busy core makes all wait; null: as threads
-    )
+    # of a decode step: its ops are small, and a busy core makes all wait; null: as threads
+    step_threads: int | None = 1
     debug_checks: bool = False  # out-of-range block ids raise (costs host syncs)
-    profile_contexts: list[int] = field(
-        default_factory=list
-    )  # tokens; empty: a quarter, half and all of benchmark.length
+    # tokens; empty: a quarter, half and all of benchmark.length
+    profile_contexts: list[int] = field(default_factory=list)
     profile_repeats: int = 10
 
 

@@ -97,7 +97,7 @@ def _stage(job: Job, stage: str) -> None:
     start = time.monotonic()
     log.info("%s: starts", stage)
     folder.path.mkdir(parents=True, exist_ok=True)
-    group = f"{job.cfg.experiment}-{digest(job.config)[:12]}"
+    group = f"{job.cfg.experiment}-{job.root.name}"
     with job.tracker.run(stage, group, job.config, folder.path) as tracked:
         _RUN[stage](job, folder, tracked)
     log.info("%s: done in %.1f s", stage, time.monotonic() - start)

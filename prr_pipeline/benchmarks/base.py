@@ -22,13 +22,13 @@ interrupted run is resumed by it); prompt and max_new_tokens together fit in the
 user asked for.
 """
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from prr_pipeline.config import near
 from prr_pipeline.errors import ConfigError, MissingInput
 
 # (prompt, answer_prefix) -> tokens that the model reads: chat template and special tokens included
@@ -129,7 +129,4 @@ def read_text(path: Path) -> str:
 
 def unknown(what: str, value: object, known: Iterable[str]) -> str:
     """Say that a name is unknown, which ones are near it and which ones there are."""
-    names = list(known)
-    near = difflib.get_close_matches(str(value), names, n=3)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    return f"unknown {what} {value!r}.{hint} There are: {', '.join(names)}."
+    return f"unknown {what} {value!r}.{near(value, list(known))}"

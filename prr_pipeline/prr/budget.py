@@ -9,6 +9,8 @@ import numpy as np
 
 from prr_pipeline.errors import ConfigError
 
+DELTAS = (1.0, 1.25, 1.5, 2.0)  # what is profiled, and what hit rates are shown for
+
 
 @dataclass(kw_only=True)
 class BudgetPolicy(ABC):
@@ -101,7 +103,7 @@ class Profiled(BudgetPolicy):
     """
 
     name: str = "profiled"
-    deltas: list[float] = field(default_factory=lambda: [1.0, 1.25, 1.5, 2.0])
+    deltas: list[float] = field(default_factory=lambda: list(DELTAS))
     degree: int = 2
     slack: float = 0.0
 

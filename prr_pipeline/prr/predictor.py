@@ -44,9 +44,9 @@ class EmaPredictor:
         grids = {"alphas": self.alphas, "betas": self.betas, "gammas": self.gammas}
         if self.theta is not None:
             grids = {f"theta[{i}]": [x] for i, x in enumerate(self.theta)}
-        for (key, values), lowest in zip(grids.items(), (0.0, 0.0, -1.0), strict=True):
-            if not values or not all(lowest < x <= 1 for x in values) or (lowest < 0 and min(values) < 0):
-                bounds = "[0, 1]" if lowest < 0 else "(0, 1]"
+        for (key, values), zero in zip(grids.items(), (False, False, True), strict=True):
+            if not values or not all(0 < x <= 1 or (zero and x == 0) for x in values):
+                bounds = "[0, 1]" if zero else "(0, 1]"
                 raise ConfigError(f"predictor.{key} = {values}, expected values in {bounds}")
 
     def candidates(self) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import cutlass_kernels as ck
+from cutlass_kernels.reference import num_blocks
 from prr_pipeline.dsa.base import SparseMethod
 
 PARTS = ("select", "attend", "repair", "predict")
@@ -33,7 +34,7 @@ class LayerStats:
         cls, chosen: ck.Selection, predicted: Tensor, before: Tensor | None, seq_lens: Tensor, method: SparseMethod
     ) -> "LayerStats":
         """Count; before: the ids of the step before, of the same layer."""
-        n = ((seq_lens + method.block_size - 1) // method.block_size)[:, None, None]
+        n = num_blocks(seq_lens, method.block_size)[:, None, None]
         ids, missed = chosen.ids, chosen.missed
 
         def dynamic(x: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class StepStats:
         return self.wall_ms - self.parts.get("stats", 0.0)
 
     def record(self) -> dict[str, float | None]:
-        """The step's row of steps.jsonl: times in ms, rates in 0..1, blocks a (sequence, KV head, layer)."""
+        """The step's record: times in ms, rates in 0..1, blocks a (sequence, KV head, layer)."""
         parts = {f"{p}_ms": self.parts.get(p, 0.0) for p in PARTS}
         row: dict[str, float | None] = {"context": self.context, "ms": self.ms, **parts}
         row["other_ms"] = self.ms - sum(parts.values())

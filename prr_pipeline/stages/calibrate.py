@@ -6,13 +6,12 @@ import time
 from typing import Any
 
 from prr_pipeline.artifacts import Records, StageFolder
+from prr_pipeline.prr.budget import DELTAS
 from prr_pipeline.prr.calibration import Calibration, Window, calibrate, locality
 from prr_pipeline.stages.job import Job, Prompt
 from prr_pipeline.tracking.progress import Progress
 
 log = logging.getLogger(__name__)
-
-DELTAS = (1.0, 1.25, 1.5, 2.0)
 
 
 def run(job: Job, folder: StageFolder, run: Any) -> None:

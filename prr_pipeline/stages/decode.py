@@ -111,7 +111,6 @@ def _sample(
         trace = _decode(job, prompt, start, mode, late, serial, bar)
         serial = trace if name == "serial" else serial
         rows.append(_record(job, prompt, start, mode, trace, serial))
-        trace.logits = trace.logits if name == "serial" else []
     return rows
 
 
@@ -163,6 +162,9 @@ def _record(
     every = [x for s in trace.steps for x in s.layers.values()]
     over = rates(every)
     other = None if mode.name == "serial" else serial
+    same_logits = None
+    if other and other.steps:
+        same_logits = trace.equal_logits and len(trace.steps) == len(other.steps)
     context = start.cache.length + 1
     ratio = mode.budget.ratio(context) if mode.budget.active else None
     return {
@@ -192,9 +194,7 @@ def _record(
         "missed_per_step": over["missed"],
         "wasted_per_step": over["wasted"],
         "tokens_equal_serial": trace.tokens == other.tokens if other else None,
-        "logits_equal_serial": trace.equal_logits and len(trace.steps) == len(other.steps)
-        if other and other.steps
-        else None,
+        "logits_equal_serial": same_logits,
         "step_records": [{"step": i, **s.record()} for i, s in enumerate(trace.steps)],
         "layer_records": _layers(trace.steps),
     }

@@ -154,11 +154,7 @@ def _refuse_dense(job: Job, rows: list[dict[str, Any]]) -> None:
     Raises:
         PrrError: names the rows; the tables are written, the stage is not done.
     """
-    idle = [
-        f"{r['task']}/{r['mode']}"
-        for r in rows
-        if r["mode"] != "dense" and r["steps"] and r["dense_steps"] == r["steps"]
-    ]
+    idle = [f"{r['task']}/{r['mode']}" for r in rows if tables.never_selected(r)]
     if idle:
         raise PrrError(
             f"context below budget: everything was dense in {', '.join(idle)}. dsa={job.method.name} attends "

@@ -19,10 +19,9 @@ import cutlass_kernels as ck
 from prr_pipeline.artifacts import StageFolder, write_json
 from prr_pipeline.models.attention import attached, attention_modules, forward
 from prr_pipeline.models.cache import KVCache
-from prr_pipeline.prr.budget import Profiled, width
+from prr_pipeline.prr.budget import DELTAS, Profiled, width
 from prr_pipeline.prr.engine import threads
 from prr_pipeline.prr.predictor import LAST_SCORES, PredictorState
-from prr_pipeline.stages.calibrate import DELTAS
 from prr_pipeline.stages.job import Job
 from prr_pipeline.tracking.progress import Progress
 
@@ -49,7 +48,7 @@ def _profile(job: Job, folder: StageFolder, run: Any) -> None:
             parts = {"select_us": select, "attend_us": times.attend(job.method.top_k), **times.rest()}
             breakdown.append({"context": context, **parts, **linear})
             bar.update()
-    policy = job.budget if isinstance(job.budget, Profiled) else Profiled(deltas=list(DELTAS))
+    policy = job.budget if isinstance(job.budget, Profiled) else Profiled()
     policy.fit(rows)
     profile = {
         "model": job.model_cfg.name,
@@ -112,7 +111,6 @@ class _LayerTimes:
         self.cache.rebuild(0, context)
         self.at, self.lens = self.cache.layers[0], self.cache.seq_lens
         self.q = noise(1, shape.q_heads, shape.head_dim)
-        self.new = noise(1, shape.kv_heads, shape.head_dim)
         self.scale = shape.head_dim**-0.5
         self.scores = torch.empty(1, shape.kv_heads, self.cache.num_blocks, device=engine.device)
         self.rule = (self.method.block_size, self.method.top_k, self.method.sink, self.method.local)
@@ -184,8 +182,8 @@ def _linear_parts(job: Job) -> dict[str, float]:
             stack.callback(module.register_forward_hook(after(part)).remove)
         for i in range(job.runtime.profile_repeats + 1):
             spent.update(attention=0.0, head=0.0)
-            total = _microseconds(lambda: forward(model, ids, 0), 1, job.device) if i == 0 else _once(model, ids)
-            if i:
+            total = _once(model, ids)
+            if i:  # the first one warms up
                 totals.append(total - spent["head"] - spent["attention"])
                 attention.append(spent["attention"])
     layers = job.loaded.shape.layers

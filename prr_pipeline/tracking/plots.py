@@ -69,12 +69,12 @@ MAX_POINTS = 200  # of a line
 
 
 def plot_breakdown(steps: Sequence[Record], folder: Path, *, model: str, dsa: str) -> list[Path]:
-    """Draw decode/steps.jsonl to breakdown.png: the parts of a decode step by mode."""
+    """Draw the step records of decode to breakdown.png: the parts of a decode step by mode."""
     return _save(breakdown_figure, steps, folder, "breakdown", model, dsa)
 
 
 def plot_overlap(steps: Sequence[Record], folder: Path, *, model: str, dsa: str) -> list[Path]:
-    """Draw decode/steps.jsonl to overlap.png: A with the A before, and P with A, by step."""
+    """Draw the step records of decode to overlap.png: A with the A before, and P with A, by step."""
     return _save(overlap_figure, steps, folder, "overlap", model, dsa)
 
 
@@ -84,7 +84,7 @@ def plot_hit_rate(samples: Sequence[Record], folder: Path, *, model: str, dsa: s
 
 
 def plot_layers(layers: Sequence[Record], folder: Path, *, model: str, dsa: str) -> list[Path]:
-    """Draw decode/layers.jsonl to layers.png: missed and wasted blocks a layer."""
+    """Draw the layer records of decode to layers.png: missed and wasted blocks a layer."""
     return _save(layers_figure, layers, folder, "layers", model, dsa)
 
 

@@ -202,7 +202,7 @@ def _task_notes(group: Sequence[Row]) -> Iterable[str]:
 
 
 def _mode_notes(row: Row) -> Iterable[str]:
-    if _never_selected(row):
+    if never_selected(row):
         yield "dense: context below budget, nothing was selected: no test of the method."
     elif row["mode"] != "dense" and _number(row.get("dense_steps")):
         yield "partly dense: in some steps the context was below budget."
@@ -239,7 +239,7 @@ def paper_tables(rows: Iterable[Row]) -> str:
     paper's side is "-" where it has no such pair.
     """
     timed = with_speedup(rows)
-    selected = [row for row in timed if row["mode"] in SPECULATIVE and not _never_selected(row)]
+    selected = [row for row in timed if row["mode"] in SPECULATIVE and not never_selected(row)]
     pairs: dict[str, list[Row]] = {}
     for row in selected:
         budget = _fixed(row.get("budget_tokens"), 0)
@@ -364,7 +364,8 @@ def _synthetic(row: Row) -> bool:
     return row.get("queries") == "synthetic"
 
 
-def _never_selected(row: Row) -> bool:
+def never_selected(row: Row) -> bool:
+    """Whether a sparse mode ran, and was dense in every step."""
     dense, steps = _number(row.get("dense_steps")), _number(row.get("steps"))
     return row["mode"] != "dense" and bool(steps) and dense is not None and dense >= (steps or 0)
 
