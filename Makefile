@@ -13,7 +13,9 @@ demo: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu" tests
 
+# Without the check every GPU test would be skipped, and that would look like a pass.
 test-gpu: $(READY)
+	@$(BIN)/python -c 'import sys, torch; c = torch.cuda.is_available() and torch.cuda.get_device_capability(); sys.exit(None if c == (9, 0) else "make test-gpu needs a Hopper GPU (compute capability 9.0), torch " + torch.__version__ + " sees " + ("compute capability %d.%d" % c if c else "none") + "; make test runs what needs no GPU")'
 	$(BIN)/python -m pytest -m gpu tests
 
 lint: $(READY)

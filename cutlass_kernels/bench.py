@@ -78,7 +78,9 @@ def _git(*args: str) -> str:
         return "unknown"
 
 
-def envelope(rows: list[dict], commit: str | None = None) -> dict:
+def envelope(
+    rows: list[dict], commit: str | None = None, name: str = "kernels", program: str = "cutlass_kernels.bench"
+) -> dict:
     """The published form: what was run, where, and when."""
     import importlib.metadata
 
@@ -90,13 +92,13 @@ def envelope(rows: list[dict], commit: str | None = None) -> dict:
     except (OSError, subprocess.CalledProcessError):
         driver = "unknown"
     return {
-        "name": "kernels",
+        "name": name,
         "gpu": torch.cuda.get_device_name(),
         "driver": driver,
         "torch": torch.__version__,
         "cutlass": importlib.metadata.version("nvidia-cutlass-dsl"),
         "commit": commit or _git("rev-parse", "HEAD"),
-        "command": "python -m cutlass_kernels.bench " + " ".join(sys.argv[1:]),
+        "command": f"python -m {program} " + " ".join(sys.argv[1:]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "rows": rows,
     }
@@ -140,11 +142,11 @@ def measure_peers(case: "Case", args: argparse.Namespace, missing: set[str]) -> 
     return found
 
 
-def write(path: Path, rows: list[dict], commit: str | None = None) -> None:
-    """Atomically, so that an interrupted run leaves the last complete file."""
+def write(path: Path, head: dict) -> None:
+    """An envelope, atomically, so that an interrupted run leaves the last complete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".tmp")
-    head = envelope(rows, commit)
+    head = dict(head)
     lines = ",\n".join("  " + json.dumps(row) for row in head.pop("rows"))
     new.write_text(json.dumps(head)[:-1] + ', "rows": [\n' + lines + "\n]}\n")
     os.replace(new, path)
@@ -199,7 +201,7 @@ def _words(row: dict) -> str:
 
 def _keep(args: argparse.Namespace, done: list) -> None:
     if args.out:
-        write(args.out, [row for _, row in done], args.commit)
+        write(args.out, envelope([row for _, row in done], args.commit))
 
 
 if __name__ == "__main__":

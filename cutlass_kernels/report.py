@@ -44,17 +44,18 @@ def _us(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def insert(text: str, block: str) -> str:
+def insert(text: str, block: str, markers: tuple[str, str] = (BEGIN, END)) -> str:
     """The document with the block between its markers.
 
     Raises:
         ValueError: the markers are not there, once each and in order.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in after or END in after:
-        raise ValueError(f"expected the lines {BEGIN} and {END} once each")
-    return f"{before}{BEGIN}\n\n{block}\n\n{END}{after}"
+    first, last = markers
+    before, begin, rest = text.partition(first)
+    _, end, after = rest.partition(last)
+    if not begin or not end or first in after or last in after:
+        raise ValueError(f"expected the lines {first} and {last} once each")
+    return f"{before}{first}\n\n{block}\n\n{last}{after}"
 
 
 def main(argv: list[str] | None = None) -> int:

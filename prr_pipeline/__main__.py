@@ -3,7 +3,9 @@
 
 import logging
 import os
+import signal
 import sys
+from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -26,10 +28,11 @@ config.register()
 @hydra.main(version_base="1.3", config_path=str(config.config_dir()), config_name="config")
 def job(cfg: DictConfig) -> None:
     """Run one job; a user's mistake ends with its message and exit code 2, in a sweep as that job's failure."""
-    from prr_pipeline import pipeline  # heavy: only a job that runs pays for torch
-
     swept = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
+        config.validate(cfg)
+        from prr_pipeline import pipeline  # heavy: only a job that runs pays for torch
+
         pipeline.run(cfg)
     except PrrError as error:
         log.error("%s", error)
@@ -42,19 +45,30 @@ def job(cfg: DictConfig) -> None:
         raise
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: what a scheduler sends before it kills; a job ends as it does by Ctrl-C."""
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise Terminated("SIGTERM")
+
+
 def main() -> None:
     """Entry point of `python -m prr_pipeline` and of the console script."""
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         sys.argv[1:] = overrides.prepare(sys.argv[1:])
-        overrides.check(sys.argv[1:])
+        composed = overrides.check(sys.argv[1:])
+        if composed is not None:  # before Hydra makes its folder of logs in there
+            config.check_output(composed.output)
     except PrrError as error:
         print(f"prr_pipeline: {error}", file=sys.stderr)
         sys.exit(2)
     try:
         job()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("prr_pipeline: interrupted. What is done is kept: the next run (without force) resumes", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT))
 
 
 if __name__ == "__main__":

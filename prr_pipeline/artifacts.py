@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stages hand to each other: a folder a stage, records as JSON lines, and a manifest written last.
 
-A manifest names the stage's configuration by hash, its inputs and outputs by SHA-256, versions, device and commit. A
-stage is done if and only if its manifest is there and matches. Everything is written atomically (a rename) but for JSON
-lines, where a line counts once its end is there.
+A manifest names the stage's configuration by hash, its inputs (outputs of other stages, files, this program's source)
+and outputs by SHA-256, versions, device and commit. A stage is done if and only if its manifest is there and matches,
+and current if its inputs are what they were. Everything is written atomically (a rename) but for JSON lines, where a
+line counts once its end is there.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -21,19 +24,61 @@ from typing import Any, BinaryIO
 from omegaconf import DictConfig, OmegaConf
 
 from prr_pipeline import __version__
-from prr_pipeline.errors import ArtifactError
+from prr_pipeline.config import BASELINES, MODES
+from prr_pipeline.errors import ArtifactError, PrrError
+
+log = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 _STARTED = "started.json"
 _PACKAGES = ("torch", "transformers", "hydra-core", "lightning", "wandb", "nvidia-cutlass-dsl", "numpy")
-_NOT_RESULTS = ("stages", "force", "output", "tracker")  # keys that change where and how, not what
+_NOT_RESULTS = ("stages", "force", "allow_other_source", "output", "tracker")  # they change where and how, not what
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_BARRED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_MISSHAPEN = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
+SOURCE = "source"  # what the program's own source is called among the inputs that differ
 
 
 def resolved(cfg: DictConfig) -> dict[str, Any]:
-    """The job's configuration as plain data, without the keys that cannot change a result."""
+    """The job's configuration as plain data, without the keys that cannot change a result.
+
+    Lists that are sets are in canonical form, so that their order and repetitions make no other job.
+    """
     plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
-    return {str(k): v for k, v in plain.items() if k not in _NOT_RESULTS}
+    found = {str(k): v for k, v in plain.items() if k not in _NOT_RESULTS}
+    runtime = dict(found["runtime"])
+    runtime["modes"] = canonical_modes(runtime["modes"])
+    runtime["baselines"] = [b for b in BASELINES if b in runtime["baselines"]]
+    runtime["profile_contexts"] = sorted(set(runtime["profile_contexts"]))
+    return found | {"runtime": runtime}
+
+
+def canonical_modes(modes: Iterable[str]) -> list[str]:
+    """The modes that are decoded, each once and in canonical order; serial is always among them."""
+    wanted = {"serial", *modes}
+    return [m for m in MODES if m in wanted]
+
+
+def disk_error(error: OSError, root: Path) -> PrrError | None:
+    """What to tell the user of a failed write or read under a job's folder; None for errors that are of another kind.
+
+    Args:
+        error: as the system raised it.
+        root: the job's folder, named where the error has no path.
+    """
+    where = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else root
+    if error.errno in _FULL:
+        todo = "free some space. What is done is kept, the next run resumes"
+    elif error.errno in _BARRED:
+        todo = "change its permissions"
+    elif error.errno in _MISSHAPEN:
+        todo = "a file is where a folder should be, or the reverse: move it away"
+    else:
+        return None
+    if where == root or root.parent in where.parents:
+        todo += ", or take another folder: output=FOLDER"
+    return ArtifactError(f"{where}: {error.strerror}; {todo}")
 
 
 def digest(data: Any) -> str:
@@ -136,11 +181,27 @@ def _drop_torn(f: BinaryIO) -> None:
 
 
 class StageFolder:
-    """One stage's output: <output>/<experiment>/<config hash>/<stage>."""
+    """One stage's output: <output>/<experiment>/<config hash>/<stage>.
 
-    def __init__(self, path: Path, stage: str, config: dict[str, Any]):
+    Args:
+        path, stage, config: of the output.
+        source: digest of this program's source.
+        files: digest of each input file that the stage reads, by the key that names it.
+        any_source: outputs and records of another source are taken as they are.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        stage: str,
+        config: dict[str, Any],
+        source: str = "",
+        files: dict[str, str] | None = None,
+        any_source: bool = False,
+    ):
         self.path, self.stage = path, stage
         self.config = config
+        self.source, self.files, self.any_source = source, files or {}, any_source
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
@@ -166,7 +227,7 @@ class StageFolder:
         try:
             manifest = json.loads(self.manifest.read_text(encoding="utf-8"))
             found, outputs = manifest["config"], dict(manifest["outputs"])
-            manifest["inputs"] = dict(manifest["inputs"])
+            manifest["inputs"], manifest["files"] = dict(manifest["inputs"]), dict(manifest.get("files", {}))
         except (ValueError, KeyError, TypeError) as error:  # not UTF-8, no JSON, or JSON of something else
             raise ArtifactError(f"{self.manifest} is damaged ({error}); {self.redo}") from None
         if digest(found) != digest(self.config):
@@ -193,22 +254,63 @@ class StageFolder:
             )
         return manifest
 
+    def differing(self, made: dict[str, Any]) -> list[str]:
+        """What a manifest's or a note's output was made of that is another now: `source`, and keys of input files.
+
+        Files that are not here now are not compared.
+        """
+        source = [] if made.get("source") == self.source else [SOURCE]
+        files = made.get("files", {})
+        return source + [k for k, now in self.files.items() if files.get(k) != now]
+
     def start(self, inputs: dict[str, str]) -> None:
-        """Note what the stage's records are made from, before the first of them.
+        """Note what the stage's records are made of, before the first of them.
+
+        Records that an interrupted run left are kept if they are made of the same; else they are put aside, out loud.
 
         Args:
             inputs: digest of each stage's manifest that was read.
 
         Raises:
-            ArtifactError: an interrupted run left records made from other inputs.
+            ArtifactError: the note of the interrupted run is damaged.
         """
-        note = self.path / _STARTED
-        if note.exists():
-            found = json.loads(note.read_text(encoding="utf-8"))
-            if found != inputs:
-                others = ", ".join(differing(found, inputs))
-                raise ArtifactError(f"{self.path} has records made from another output of {others}; {self.redo}")
-        write_json(note, inputs)
+        found = self._note()
+        if found is None:  # records without a note are of nobody knows what
+            others = [SOURCE] if any(self.path.glob("*.jsonl")) else []
+        else:
+            others = self.differing(found) + differing(found["inputs"], inputs)
+        if found and others == [SOURCE] and self.any_source:
+            log.warning("%s: goes on after records made by other source (allow_other_source)", self.stage)
+            sources = found["source"].split("+")
+            self.source = "+".join([*sources, *({self.source} - {*sources})])  # from now on it is of more than one
+        elif others:
+            made = ", ".join(others)
+            log.warning("%s: the records of an interrupted run were made by other %s; starts over", self.stage, made)
+            self.clear(keep=True)
+        write_json(self.path / _STARTED, {"source": self.source, "files": self.files, "inputs": inputs})
+
+    def _note(self) -> dict[str, Any] | None:
+        path = self.path / _STARTED
+        if not path.exists():
+            return None
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return {"source": str(found["source"]), "files": dict(found["files"]), "inputs": dict(found["inputs"])}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArtifactError(f"{path} is damaged ({error}); {self.redo}") from None
+
+    def clear(self, keep: bool = False) -> None:
+        """Forget what is there: the manifest first, so that a killed process leaves no false one.
+
+        Args:
+            keep: put it into the folder `replaced` inside, over what was put there before; else it is deleted.
+        """
+        aside = self.path / "replaced"
+        for path in (self.manifest, *sorted(self.path.glob("*.json*"))):
+            if path.exists() and keep:
+                aside.mkdir(exist_ok=True)
+                path.replace(aside / path.name)
+            path.unlink(missing_ok=True)
 
     def finish(self, device: str, inputs: dict[str, str], outputs: list[Path], extra: dict[str, Any]) -> None:
         """Write the manifest: from here on the stage is done.
@@ -224,6 +326,8 @@ class StageFolder:
                 "stage": self.stage,
                 "config_hash": digest(self.config),
                 "config": self.config,
+                "source": self.source,
+                "files": self.files,
                 "inputs": inputs,
                 "outputs": {p.relative_to(self.path).as_posix(): file_digest(p) for p in outputs},
                 "device": device,

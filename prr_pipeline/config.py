@@ -6,6 +6,10 @@ arguments are the option's schema, so the YAML file is the registration and a ne
 (model, runtime) are the dataclasses below, known to Hydra through its ConfigStore.
 """
 
+import math
+import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,8 +23,11 @@ from prr_pipeline.errors import ConfigError
 
 MODES = ("dense", "serial", "reuse", "reuse_repair", "prr")
 STAGES = ("calibrate", "profile", "decode", "evaluate")
+BASELINES = ("serial_eager", "paper_serial")
 REPAIRS = ("exact", "union")
 WEIGHTS = ("hub", "local", "gguf", "random")
+MOST_THREADS = 1024  # torch asks the system for all of them, and dies where it does not get them
+_HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 
 
 @dataclass
@@ -55,6 +62,7 @@ class RuntimeConfig:
 
     device: str = "auto"  # auto | cpu | cuda
     modes: list[str] = field(default_factory=lambda: list(MODES))
+    baselines: list[str] = field(default_factory=list)  # on a GPU: serial as others run it, for times alone
     repair: str = "exact"
     prefill_chunk: int = 2048  # prompt tokens a prefill step
     temperature: float = 0.0  # 0: greedy
@@ -62,6 +70,8 @@ class RuntimeConfig:
     threads: int | None = None  # CPU threads; null: torch's default
     # of a decode step: its ops are small, and a busy core makes all wait; null: as threads
     step_threads: int | None = 1
+    burst: int = 32  # on a GPU: steps between host syncs, at most
+    compile: bool = True  # on a GPU: the model through torch.compile
     debug_checks: bool = False  # out-of-range block ids raise (costs host syncs)
     # tokens; empty: a quarter, half and all of benchmark.length
     profile_contexts: list[int] = field(default_factory=list)
@@ -76,6 +86,8 @@ class JobConfig:
     stages: list[str] = field(default_factory=lambda: list(STAGES))
     seed: int = 0
     force: bool = False  # redo stages that are done
+    # outputs made by other source of this program than the installed one count as done
+    allow_other_source: bool = False
     output: str = "runs"  # a folder; outputs go to <output>/<experiment>/<config hash>/<stage>
     model: ModelConfig = field(default_factory=ModelConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
@@ -132,21 +144,63 @@ def check_target(group: str, node: DictConfig) -> None:
 
 
 def check_schema(group: str, cls: type, node: DictConfig) -> None:
-    """Hold the values of a group against a dataclass: names and types.
+    """Hold the values of a group against a dataclass: names and types, and numbers that are finite.
 
     Raises:
-        ConfigError: an unknown key, a value of the wrong type.
+        ConfigError: an unknown key, a value of the wrong type, nan or inf.
     """
     schema = OmegaConf.structured(cls)
     values: Any = OmegaConf.to_container(node)
     values.pop("_target_", None)
     try:
-        OmegaConf.merge(schema, values)
+        typed = OmegaConf.to_container(OmegaConf.merge(schema, values), resolve=True)
     except ConfigKeyError as error:
         key = str(error.full_key or error.key).split(".")[0]
         raise ConfigError(f"{group}.{key} is unknown.{near(key, [str(k) for k in schema])}") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{group}.{error.full_key}: {str(error).splitlines()[0]}") from None
+    for key, value in _leaves(typed, group):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key} = {value}, expected a finite number")
+
+
+def _leaves(node: Any, at: str) -> Iterator[tuple[str, Any]]:
+    """Values of nested containers, each with its path."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _leaves(value, f"{at}.{key}")
+    elif isinstance(node, list):
+        for i, value in enumerate(node):
+            yield from _leaves(value, f"{at}[{i}]")
+    else:
+        yield at, node
+
+
+def check_output(folder: str) -> None:
+    """Make the folder of all outputs, or say why it cannot be.
+
+    Raises:
+        ConfigError: no name, a file in the way, no right to write, no space.
+    """
+    if not folder.strip():
+        raise ConfigError("output is empty, expected a folder such as output=runs")
+    path = Path(folder).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        barred = isinstance(error, NotADirectoryError | FileExistsError)
+        why = "a file is there or on the way to it" if barred else error.strerror
+        raise ConfigError(
+            f"output = {folder}: the folder {path} cannot be made ({why}); take another: output=FOLDER"
+        ) from None
+    logs = path / "logs"
+    if logs.exists() and not logs.is_dir():
+        raise ConfigError(f"output = {folder}: {logs} is a file, and logs go into a folder of that name; move it away")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"output = {folder}: the folder {path} cannot be written to; change its permissions, or take another: "
+            "output=FOLDER"
+        )
 
 
 def check_names(key: str, values: list[str], known: tuple[str, ...]) -> None:
@@ -176,21 +230,29 @@ def check_whole(cfg: DictConfig) -> None:
 def validate(cfg: DictConfig) -> None:
     """Check names, types and ranges of the whole job, for all stages; imports the options' classes, does no work."""
     check_whole(cfg)
+    if not cfg.output.strip():
+        raise ConfigError("output is empty, expected a folder such as output=runs")
     check_schema("model", ModelConfig, cfg.model)
     check_schema("runtime", RuntimeConfig, cfg.runtime)
     if not 0 <= cfg.seed < 2**32:
         raise ConfigError(f"seed = {cfg.seed}, expected a value in 0 ... {2**32 - 1}")
     check_names("stages", list(cfg.stages), STAGES)
     check_names("runtime.modes", list(cfg.runtime.modes), MODES)
+    if cfg.runtime.baselines:
+        check_names("runtime.baselines", list(cfg.runtime.baselines), BASELINES)
     check_names("runtime.repair", [cfg.runtime.repair], REPAIRS)
     check_names("model.weights", [cfg.model.weights], WEIGHTS)
-    for key, low in (("prefill_chunk", 1), ("profile_repeats", 1), ("temperature", 0.0)):
+    if cfg.model.hub_id is not None and not _HUB_ID.fullmatch(cfg.model.hub_id):
+        raise ConfigError(f"model.hub_id = '{cfg.model.hub_id}', expected OWNER/NAME as on the Hugging Face hub")
+    for key, low in (("prefill_chunk", 1), ("burst", 1), ("profile_repeats", 1), ("temperature", 0.0)):
         if cfg.runtime[key] < low:
             raise ConfigError(f"runtime.{key} = {cfg.runtime[key]}, expected at least {low}")
     if not 0 < cfg.runtime.top_p <= 1:
         raise ConfigError(f"runtime.top_p = {cfg.runtime.top_p}, expected a value in (0, 1]")
     for key in ("threads", "step_threads"):
-        if cfg.runtime[key] is not None and cfg.runtime[key] < 1:
-            raise ConfigError(f"runtime.{key} = {cfg.runtime[key]}, expected at least 1, or null for torch's default")
+        if cfg.runtime[key] is not None and not 1 <= cfg.runtime[key] <= MOST_THREADS:
+            raise ConfigError(
+                f"runtime.{key} = {cfg.runtime[key]}, expected 1 to {MOST_THREADS}, or null for torch's default"
+            )
     for group in TARGET_GROUPS:
         check_target(group, cfg[group])

@@ -6,7 +6,7 @@ is composed here once before it is by Hydra. And Hydra merges `+experiment=x` af
 that a debug option must be appended after it to win.
 """
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -14,6 +14,8 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
+from hydra.utils import get_class
+from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from prr_pipeline.config import JobConfig, config_dir, near
@@ -52,17 +54,20 @@ def prepare(argv: list[str]) -> list[str]:
     return rest + first + last
 
 
-def check(argv: list[str]) -> None:
+def check(argv: list[str]) -> DictConfig | None:
     """Compose what Hydra is about to; no work is done. One job of a sweep stands for all, Hydra tries the others.
+
+    Returns:
+        The job, or None if none will run: help, a look at the configuration, or the job of another program.
 
     Raises:
         ConfigError: a key that does not exist, with the near names; a value of the wrong type; words that are none.
     """
     args = get_args_parser().parse_args(argv)
     if args.help or args.hydra_help or args.shell_completion or args.experimental_rerun:
-        return
+        return None
     if args.config_name or args.config_path:  # another job than ours
-        return
+        return None
     words = list(args.overrides)
     swept = args.multirun or "hydra.mode=MULTIRUN" in words
     if args.config_dir:
@@ -70,9 +75,10 @@ def check(argv: list[str]) -> None:
         words.append(f"hydra.searchpath=['file://{folder}']")
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):
-            compose("config", _first(words) if swept else words)
+            composed = compose("config", _first(words) if swept else words)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_explain(error)) from None
+    return None if args.cfg or args.info else composed
 
 
 def _first(words: list[str]) -> list[str]:
@@ -92,6 +98,8 @@ def _first(words: list[str]) -> list[str]:
 def _explain(error: Exception) -> str:
     cause = error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        if _left_out(cause):
+            return f"{cause.full_key} is an argument of the option that its file leaves out: write +{cause.full_key}="
         keys = [str(k) for k in cause.parent_node or () if k != "_target_"]
         return f"{cause.full_key} is unknown." + (near(cause.key, keys) if keys else " It has no keys.")
     if isinstance(cause, OmegaConfBaseException):
@@ -100,6 +108,16 @@ def _explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and "/launcher/" in str(error.missing_cfg_file):
         lines.append("Launchers are packages of their own: pip install 'prr-pipeline[launchers]'")
     return "\n".join(lines)
+
+
+def _left_out(error: ConfigKeyError | ConfigAttributeError) -> bool:
+    """Whether an unknown key is an argument of the class that the option names."""
+    target = error.parent_node.get("_target_") if isinstance(error.parent_node, DictConfig) else None
+    try:
+        cls = get_class(target) if target else None
+    except Exception:  # what is wrong with the target is said when the job is validated
+        return False
+    return is_dataclass(cls) and error.key in {f.name for f in fields(cls)}
 
 
 def _group(word: str) -> str:
@@ -113,7 +131,8 @@ def _check(word: str, known: dict[str, list[str]]) -> None:
             plain = option.strip().strip("'\"")
             hydra_own = name.startswith("hydra/") or plain in ("null", "") or "(" in plain or ")" in plain
             if plain not in known[name] and not hydra_own:
-                raise ConfigError(f"{name}={plain}: no such option.{near(plain, known[name])}")
+                hint = " To keep outputs apart by a name of your own: output=runs/NAME" if name == "experiment" else ""
+                raise ConfigError(f"{name}={plain}: no such option.{near(plain, known[name])}{hint}")
         return
     top = name.split(".", 1)[0].split("/", 1)[0]
     keys = [f.name for f in fields(JobConfig)]

@@ -13,9 +13,9 @@ import torch
 from omegaconf import DictConfig
 
 import cutlass_kernels as ck
-from prr_pipeline.artifacts import StageFolder, digest, locked, write_json
+from prr_pipeline.artifacts import StageFolder, disk_error, locked, write_json
 from prr_pipeline.config import STAGES, validate
-from prr_pipeline.errors import ArtifactError, ConfigError
+from prr_pipeline.errors import ConfigError
 from prr_pipeline.stages import calibrate, decode, evaluate, profile
 from prr_pipeline.stages.job import Job
 
@@ -27,12 +27,6 @@ _RUN: dict[str, Callable[[Job, StageFolder, Any], None]] = {
     "decode": decode.run,
     "evaluate": evaluate.run,
 }
-_READS = {
-    "calibrate": (),
-    "profile": (),
-    "decode": ("calibrate", "profile"),
-    "evaluate": ("decode", "calibrate", "profile"),
-}
 
 
 def run(cfg: DictConfig) -> None:
@@ -42,11 +36,19 @@ def run(cfg: DictConfig) -> None:
         PrrError: what the user can act on; status.json in the job's folder says at which stage.
     """
     validate(cfg)
-    job = Job(cfg)
-    job.check()
     _refuse_ranks()
-    with locked(job.root):
-        _stages(job)
+    job = Job(cfg)
+    try:
+        job.check()
+        with locked(job.root):
+            _stages(job)
+    except OSError as error:
+        told = disk_error(error, job.root)
+        if told is None:
+            raise
+        raise told from error
+    finally:
+        job.close()
 
 
 def _stages(job: Job) -> None:
@@ -66,7 +68,7 @@ def _stages(job: Job) -> None:
     stages = [s for s in STAGES if s in cfg.stages]
     if cfg.force:  # all at once: interrupted, the job then resumes without force, from new outputs alone
         for stage in stages:
-            _clear(job.folder(stage))
+            job.folder(stage).clear()
     for stage in stages:
         _status(job, stage, "running", None)
         try:
@@ -80,9 +82,12 @@ def _stages(job: Job) -> None:
 
 def _refuse_ranks() -> None:
     """One job is one process; ranks that a launcher announces would each run all of it."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if not ranks.strip().isdecimal():
+        raise ConfigError(f"WORLD_SIZE = '{ranks}' in the environment, expected 1 or none: unset WORLD_SIZE")
+    if int(ranks) > 1:
         raise ConfigError(
-            f"WORLD_SIZE = {os.environ['WORLD_SIZE']}: a job runs in one process. Start it without torchrun; "
+            f"WORLD_SIZE = {ranks}: a job runs in one process. Start it without torchrun; "
             "a sweep (-m) spreads jobs over machines with hydra/launcher=slurm"
         )
 
@@ -104,26 +109,17 @@ def _stage(job: Job, stage: str) -> None:
 
 
 def _is_current(job: Job, folder: StageFolder) -> bool:
-    """Whether a stage is done, and from the outputs of the stages before it as they are now."""
+    """Whether a stage is done, and made of what there is now; one that is made of something else is put aside."""
     manifest = folder.load()
     if manifest is None:
         return False
-    for source in _READS[folder.stage]:
-        if source in manifest["inputs"]:
-            now = job.folder(source).load()
-            if now is None or digest(now) != manifest["inputs"][source]:
-                raise ArtifactError(
-                    f"{folder.path} was made from another output of {source} than {job.folder(source).path} holds now; "
-                    f"{folder.redo}"
-                )
-    return True
-
-
-def _clear(folder: StageFolder) -> None:
-    """Forget a stage: its manifest first, so that a killed process leaves no false one."""
-    folder.manifest.unlink(missing_ok=True)
-    for path in folder.path.glob("*.json*"):
-        path.unlink()
+    others = job.refused(folder, manifest)
+    if others:
+        log.warning("%s: what is there was made by other %s; done again", folder.stage, ", ".join(others))
+        folder.clear(keep=True)
+    elif made := job.differing(folder, manifest):
+        log.warning("%s: made by other %s, taken as it is (allow_other_source)", folder.stage, ", ".join(made))
+    return not others
 
 
 def _status(job: Job, stage: str, state: str, error: BaseException | None) -> None:

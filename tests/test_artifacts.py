@@ -182,13 +182,36 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, data: bytes) -> None:
     assert text.endswith("; redo it with force=true stages=[decode]")
 
 
-def test_records_of_an_interrupted_stage_go_on_only_from_the_same_inputs(tmp_path: Path) -> None:
-    stage = folder(tmp_path)
-    stage.start({"calibrate": "abc", "profile": "p1"})
-    stage.start({"calibrate": "abc", "profile": "p1"})
-    assert refused(stage.start, {"calibrate": "abc", "profile": "p2"}) == (
-        f"{tmp_path}/decode has records made from another output of profile; redo it with force=true stages=[decode]"
-    )
+def test_records_of_an_interrupted_stage_go_on_only_from_the_same_inputs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage, records = folder(tmp_path), Records(tmp_path / "decode" / "samples.jsonl")
+    for _ in range(2):
+        stage.start({"calibrate": "abc", "profile": "p1"})
+        records.append([{"id": "a"}])
+    assert len(records.read()) == 2 and caplog.text == ""
+    stage.start({"calibrate": "abc", "profile": "p2"})
+    assert records.read() == []
+    assert "decode: the records of an interrupted run were made by other profile; starts over" in caplog.text
+
+
+def test_what_was_made_by_something_else_is_put_aside_and_what_is_forced_is_deleted(tmp_path: Path) -> None:
+    stage = finished(tmp_path)
+    stage.clear(keep=True)
+    names = {"samples.jsonl", "more.json", "manifest.json"}
+    assert stage.load() is None and os.listdir(stage.path) == ["replaced"]
+    assert {*os.listdir(stage / "replaced")} == names
+    finished(tmp_path).clear()
+    assert os.listdir(stage.path) == ["replaced"]
+    finished(tmp_path).clear(keep=True)
+    assert {*os.listdir(stage / "replaced")} == names
+
+
+def test_records_without_a_note_of_what_they_are_of_start_over(tmp_path: Path) -> None:
+    stage, records = folder(tmp_path), Records(tmp_path / "decode" / "samples.jsonl")
+    records.append([{"id": "a"}])
+    stage.start({})
+    assert records.read() == []
 
 
 # ---- configurations
@@ -196,11 +219,20 @@ def test_records_of_an_interrupted_stage_go_on_only_from_the_same_inputs(tmp_pat
 
 def test_the_hash_depends_on_what_changes_results_alone(composed: Compose) -> None:
     base = digest(artifacts.resolved(composed()))
-    same = ("stages=[evaluate]", "force=true", "output=elsewhere", "tracker=wandb", "dsa.top_k=32")
+    same = (
+        *("stages=[evaluate]", "force=true", "allow_other_source=true", "output=elsewhere", "tracker=wandb"),
+        *("dsa.top_k=32", "runtime.modes=[prr,reuse,serial,dense,reuse_repair]"),
+        *("runtime.modes=[dense,dense,reuse,reuse_repair,prr,prr]", "runtime.profile_contexts=[]"),
+    )
     assert all(digest(artifacts.resolved(composed(word))) == base for word in same)
     other = ("seed=1", "dsa.top_k=33", "runtime.repair=union", "experiment=smollm2_quest", "runtime.modes=[prr]")
     hashes = {digest(artifacts.resolved(composed(word))) for word in other}
     assert len(hashes) == len(other) and base not in hashes
+    modes = artifacts.resolved(composed("runtime.modes=[prr,dense,prr]"))["runtime"]["modes"]
+    assert modes == ["dense", "serial", "prr"], "what is decoded"
+    for key, a, b in (("profile_contexts", "9,7", "7,9,"), ("baselines", "serial_eager,paper_serial", "paper_serial,")):
+        equal = (artifacts.resolved(composed(f"runtime.{key}=[{v}]")) for v in (a, b + a))
+        assert len({digest(c) for c in equal}) == 1
 
 
 def test_differing_keys_are_paths() -> None:

@@ -44,6 +44,19 @@ def test_wrong_words_end_with_one_message_before_any_work(tmp_path: Path, word: 
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("word", ["runtime.temperature=nan", "seed=-1", "stages=[decod]", "model.hub_id=a/b/c"])
+def test_wrong_values_are_refused_before_anything_heavy_is_imported(tmp_path: Path, word: str) -> None:
+    code = (
+        "import sys, prr_pipeline.__main__ as program\n"
+        f"sys.argv = ['prr_pipeline', {word!r}]\n"
+        "try: program.main()\n"
+        "except SystemExit as end: print(end.code, *(m for m in ('torch', 'lightning') if m in sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "2", done.stdout + done.stderr
+    assert word.split("=")[0] in done.stdout and "Traceback" not in done.stderr
+
+
 def test_an_experiment_for_a_gpu_ends_at_once_and_says_what_gets_further(tmp_path: Path) -> None:
     code, said = command(tmp_path, "+experiment=glm4_infllm")
     assert code == 2 and len(said.splitlines()) == 1, "no stack"

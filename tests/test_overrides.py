@@ -2,12 +2,15 @@
 """Words of the command line: near names for wrong ones, before any work, and the order in which options win."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from prr_pipeline import config, overrides
+from prr_pipeline.benchmarks.base import Benchmark
 from prr_pipeline.errors import ConfigError
 
 
@@ -43,9 +46,9 @@ def passes(*words: str) -> list[str]:
         ("model=smolm2", "model=smolm2: no such option. Did you mean smollm2?"),
         ("budget=zzz", "budget=zzz: no such option. There are: fixed, off, profiled."),
         ("dsa=quest,qest", "dsa=qest: no such option. Did you mean quest?"),
-        ("metod=quest", "'metod' is no group and no key. Did you mean model? There are: benchmark, budget, debug, dsa"),
+        ("metod=quest", "'metod' is no group and no key. Did you mean model? There are: allow_other_source, b"),
         ("experimnt=x", "'experimnt' is no group and no key. Did you mean experiment?"),
-        ("topk=3", "'topk' is no group and no key. There are: benchmark"),
+        ("topk=3", "'topk' is no group and no key. There are: allow_other_source, benchmark"),
         ("~trackr", "'trackr' is no group and no key. Did you mean tracker?"),
         ("modl.name=x", "'modl.name' is no group and no key. Did you mean model?"),
         ("=3", "'' is no group and no key."),
@@ -68,6 +71,8 @@ def test_a_wrong_group_or_option_gets_near_names(word: str, expected: str) -> No
         ("runtime.prefill_chunk=abc", "runtime.prefill_chunk: Value 'abc' of type 'str' could not be converted to I"),
         ("seed=abc", "seed: Value 'abc' of type 'str' could not be converted to Integer"),
         ("runtime.temperature=hot", "runtime.temperature: Value 'hot' of type 'str' could not be converted to Float"),
+        ("runtime.prefill_chunk=inf", "runtime.prefill_chunk: Value 'inf' of type 'float' could not be converted to I"),
+        ("seed=nan", "seed: Value 'nan' of type 'float' could not be converted to Integer"),
         ("force=perhaps", "force: Value 'perhaps' is not a valid bool"),
         ("stages=evaluate", "stages: Invalid value assigned: str is not a ListConfig, list or tuple."),
         ("runtime.modes=prr", "runtime.modes: Invalid value assigned: str is not a ListConfig, list or tuple."),
@@ -121,6 +126,59 @@ def test_sweeps_are_checked_too(words: tuple[str, ...], expected: str) -> None:
 )
 def test_what_is_right_passes(words: tuple[str, ...]) -> None:
     passes(*words)
+
+
+def test_an_experiment_is_taken_with_and_without_a_plus_in_sweeps_too() -> None:
+    for plus in ("", "+", "++"):
+        job = overrides.check(overrides.prepare([f"{plus}experiment=glm4_infllm"]))
+        assert job is not None and (job.experiment, job.model.name) == ("glm4_infllm", "glm4")
+        job = overrides.check(overrides.prepare(["-m", f"{plus}experiment=glm4_infllm,glmz1_quest", "debug=tiny"]))
+        assert job is not None and (job.experiment, job.model.weights) == ("glm4_infllm", "random")
+    assert refused("experiment=mine").endswith("To keep outputs apart by a name of your own: output=runs/NAME")
+
+
+def test_a_look_at_a_job_runs_none() -> None:
+    for words in (["--cfg", "job"], ["--info", "defaults"], ["--help"]):
+        assert overrides.check(overrides.prepare(words)) is None
+
+
+def test_an_argument_that_an_option_s_file_leaves_out_wants_a_plus(tmp_path: Path) -> None:
+    (tmp_path / "dsa").mkdir()
+    option = tmp_path / "dsa" / "mine.yaml"
+    option.write_text("_target_: prr_pipeline.dsa.quest.Quest\nblock_size: 16\ntop_k: 5\n")
+    own = ("--config-dir", str(tmp_path), "dsa=mine")
+    assert refused(*own, "dsa.dense_len=7") == (
+        "dsa.dense_len is an argument of the option that its file leaves out: write +dsa.dense_len="
+    )
+    passes(*own, "+dsa.dense_len=7")
+    assert refused(*own, "dsa.densel=7").startswith("dsa.densel is unknown.")
+    option.write_text("_target_: no.such.Class\ntop_k: 5\n")
+    assert refused(*own, "dsa.dense_len=7").startswith("dsa.dense_len is unknown.")
+
+
+def test_debug_fits_a_benchmark_that_has_neither_length_nor_number(tmp_path: Path) -> None:
+    (tmp_path / "benchmark").mkdir()
+    (tmp_path / "benchmark" / "mine.yaml").write_text("_target_: test_overrides.Mine\nname: mine\n")
+    words = overrides.prepare(["--config-dir", str(tmp_path), "benchmark=mine", "debug=tiny"])
+    job = overrides.check(words)
+    assert job is not None and job.benchmark.num_samples == 2
+    config.validate(job)
+
+
+@dataclass(kw_only=True)
+class Mine(Benchmark):
+    """A benchmark of a user, with no argument of its own."""
+
+    name: str = "mine"
+
+    def check(self) -> None:
+        pass
+
+    def samples(self, count_tokens: Any, seed: int) -> Any:
+        yield from ()
+
+    def score(self, sample: Any, prediction: str) -> None:
+        return None
 
 
 @pytest.mark.parametrize("words", [("--help",), ("--hydra-help",), ("-h", "dsa.topk=3"), ("-sc", "install=bash")])

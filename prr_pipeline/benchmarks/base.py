@@ -6,7 +6,7 @@ A new benchmark is one file here and one YAML file in conf/benchmark:
     @dataclass(kw_only=True)
     class Mine(Benchmark):              # its fields are the option's keys, with their defaults
         name: str = "mine"
-        length: int = 4096
+        length: int = 4096              # the base class has length and num_samples, which debug=tiny sets
 
         def check(self): ...            # raise ConfigError or MissingInput; touches no model
         def samples(self, count_tokens, seed): ...    # yield Sample(...)
@@ -16,6 +16,7 @@ A new benchmark is one file here and one YAML file in conf/benchmark:
     _target_: prr_pipeline.benchmarks.mine.Mine
     name: mine
     length: 4096
+    num_samples: 3
 
 Rules: the same seed and tokenizer give the same samples; a sample's id never changes (an
 interrupted run is resumed by it); prompt and max_new_tokens together fit in the length that the
@@ -24,7 +25,7 @@ user asked for.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -65,12 +66,16 @@ class Benchmark(ABC):
 
     Attributes:
         name: the option's name, for tables and messages.
+        length: tokens of a prompt and its answer together; None: what the samples have.
+        num_samples: samples to make (of each task, if there are several).
         chat: whether prompts are turns of a chat (the model's template applies if it has one).
         ignore_eos: whether to go on generating after the end-of-sequence token.
         queries: where those of decode steps come from: the "model", or "synthetic" (see locality).
     """
 
     name: str
+    length: int | None = None
+    num_samples: int = 3
     chat: ClassVar[bool] = True
     ignore_eos: ClassVar[bool] = False
     queries: ClassVar[str] = "model"
@@ -95,6 +100,14 @@ class Benchmark(ABC):
     @abstractmethod
     def score(self, sample: Sample, prediction: str) -> float | None:
         """Judge a post-processed prediction: 0 to 1, None if the benchmark scores nothing."""
+
+    def files(self) -> dict[str, Path]:
+        """The files that samples are made from, by the field that names them: a change of theirs is another job.
+
+        They are those of the text fields that name an existing file; a benchmark that reads others overrides this.
+        """
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
+        return {key: Path(x) for key, x in named.items() if isinstance(x, str) and x and Path(x).is_file()}
 
     def postprocess(self, prediction: str) -> str:
         """Clean a raw prediction for scoring; one that is empty then counts as null."""

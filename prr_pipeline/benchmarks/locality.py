@@ -20,8 +20,10 @@ class Locality(Benchmark):
     Attributes:
         length: tokens of the cache, the generated ones included.
         num_samples: caches.
-        max_new_tokens: tokens to generate; the first costs no step.
+        max_new_tokens: tokens to generate; the first costs no step, so at least 2.
         drift: change of a query from step to step, 0 (none) to 1 (all new): q' = sqrt(1 - drift^2) q + drift noise.
+        overlap: share of A's dynamic blocks that shall be in the A before, 0 to 1; the drift that gives it is then
+            found by measurement, and `drift` is not used.
         block_weight: share of a key's variance that all keys of a block have in common, 0 to 1.
     """
 
@@ -34,16 +36,19 @@ class Locality(Benchmark):
     num_samples: int = 1
     max_new_tokens: int = 33
     drift: float = 0.33
+    overlap: float | None = None
     block_weight: float = 0.5
 
     def check(self) -> None:
         """Validate the fields; see Benchmark.check."""
-        self._at_least("max_new_tokens", 1)
+        self._at_least("max_new_tokens", 2)
         self._at_least("length", self.max_new_tokens + 1)
         self._at_least("num_samples", 1)
         for key in ("drift", "block_weight"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ConfigError(f"benchmark={self.name}: {key} must be from 0 to 1, got {getattr(self, key)!r}")
+        if self.overlap is not None and not 0 < self.overlap < 1:
+            raise ConfigError(f"benchmark={self.name}: overlap must be between 0 and 1, got {self.overlap!r}")
 
     def samples(self, count_tokens: CountTokens, seed: int) -> Iterator[Sample]:
         """Yield samples without text; see Benchmark.samples."""

@@ -75,18 +75,18 @@ class Ruler(Benchmark):
         A sample depends on seed, task, index, length and the tokenizer, on nothing else.
 
         Raises:
-            ConfigError: a task's smallest question is longer than length; names the least length.
+            ConfigError: a task's smallest question is longer than length; names the next length that fits.
         """
         for task in self.tasks:
             for index in range(self.num_samples):
                 try:
                     yield self._sample(task, index, count_tokens, seed)
                 except DoesNotFit:
-                    least = self._least_length(task, count_tokens, seed)
+                    enough = self._enough(task, count_tokens, seed)
                     raise ConfigError(
                         f"benchmark={self.name}: task {task} does not fit in length={self.length} "
                         f"tokens, {self._max_new_tokens(task)} of them for the answer. "
-                        f"Use benchmark.length>={least}."
+                        f"It fits from benchmark.length={enough} on."
                     ) from None
 
     def score(self, sample: Sample, prediction: str) -> float:
@@ -127,8 +127,11 @@ class Ruler(Benchmark):
             meta={"units": fit.units, "prompt_tokens": fit.tokens, **draft.meta},
         )
 
-    def _least_length(self, name: str, count_tokens: CountTokens, seed: int) -> int:
-        """The length at which every sample of a task fits."""
+    def _enough(self, name: str, count_tokens: CountTokens, seed: int) -> int:
+        """The first length after the one asked for from which on every sample of a task fits.
+
+        A shorter one may fit too: below a length cwe asks for less.
+        """
 
         def needed(length: int) -> int:
             task = TASKS[name]
@@ -138,8 +141,8 @@ class Ruler(Benchmark):
             )
 
         # What a task asks may itself depend on the length (cwe), hence the second look.
-        least = needed(self.length)
-        return max(least, needed(least))
+        enough = needed(self.length)
+        return max(enough, needed(enough))
 
     def _request(self, name: str, index: int, seed: int, length: int) -> Request:
         sentences = self._sentences if TASKS[name].needs_prose() else ()

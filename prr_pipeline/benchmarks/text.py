@@ -27,7 +27,7 @@ class Text(Benchmark):
         length: tokens of a window, the generated ones included.
         num_samples: windows to take.
         stride: words from the start of a window to that of the next; null: windows do not overlap.
-        max_new_tokens: tokens to generate after a window.
+        max_new_tokens: tokens to generate after a window; the first costs no step, so at least 2.
     """
 
     chat: ClassVar[bool] = False
@@ -38,11 +38,11 @@ class Text(Benchmark):
     length: int = 2048
     num_samples: int = 3
     stride: int | None = None
-    max_new_tokens: int = 1
+    max_new_tokens: int = 64
 
     def check(self) -> None:
         """Validate the fields; see Benchmark.check."""
-        self._at_least("max_new_tokens", 1)
+        self._at_least("max_new_tokens", 2)
         self._at_least("length", self.max_new_tokens + 1)
         self._at_least("num_samples", 1)
         if self.stride is not None:

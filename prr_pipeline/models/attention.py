@@ -3,6 +3,9 @@
 
 The model is called without a cache and with explicit positions; its attention layers then hand us q, k, v of the new
 tokens after RoPE, and ours keeps the cache. An unknown implementation name also gets no mask: masking is ours.
+
+What the layers call is one opaque op. It looks its handler up when it runs, so that a model compiled once serves every
+handler, and the cache is never an argument that the compiler would copy.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +23,20 @@ Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 
 _NAME = "prr"
 _UNSERVED = ("sliding_window", "softcap", "s_aux")  # what models pass when theirs is not plain softmax attention
-_HANDLER = "_prr_attention"
+_handlers: list[Attention] = []  # the last one serves
+
+
+@torch.library.custom_op("prr_pipeline::attention", mutates_args=())
+def _attention(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float) -> Tensor:
+    """The op: what it does is the handler's affair; its result shares no memory with q, k, v."""
+    if not _handlers:
+        raise RuntimeError("attention 'prr' was called outside of prr_pipeline.models.attention.attached")
+    return _handlers[-1](layer, q, k, v, scale)
+
+
+@_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
 
 
 def _forward(
@@ -35,11 +51,8 @@ def _forward(
     used = [key for key in _UNSERVED if options.get(key) is not None]
     if used:
         raise ConfigError(f"the model's attention uses {', '.join(used)}; only full softmax attention is served")
-    handler: Attention | None = getattr(module, _HANDLER, None)
-    if handler is None:
-        raise RuntimeError("attention 'prr' was called outside of prr_pipeline.models.attention.attached")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return handler(int(module.layer_idx), query, key, value, scale), None  # type: ignore[arg-type]
+    return _attention(query, key, value, int(module.layer_idx), scale), None  # type: ignore[arg-type]
 
 
 @cache
@@ -73,17 +86,15 @@ def attention_modules(model: Any) -> list[Any]:
 def attached(model: Any, attention: Attention) -> Iterator[None]:
     """Within it the model's attention is ours; what was there is put back in every case."""
     _register()
-    modules = attention_modules(model)
+    attention_modules(model)
     before = model.config._attn_implementation
     model.config._attn_implementation = _NAME
-    for m in modules:
-        setattr(m, _HANDLER, attention)
+    _handlers.append(attention)
     try:
         yield
     finally:
+        _handlers.pop()
         model.config._attn_implementation = before
-        for m in modules:
-            delattr(m, _HANDLER)
 
 
 @torch.no_grad()

@@ -93,6 +93,12 @@ class KVCache:
         at = self.layers[layer]
         self.method.rebuild(at.k, at.meta, tokens)
 
+    def rewind(self, tokens: int) -> None:
+        """Forget all tokens after the first `tokens`: the metadata is rebuilt, keys and values beyond are not read."""
+        self.set_length(tokens)
+        for layer in range(len(self.layers)):
+            self.rebuild(layer, tokens)
+
     def clone(self) -> "KVCache":
         """A copy that shares nothing: every mode decodes from one of these."""
         other = object.__new__(KVCache)

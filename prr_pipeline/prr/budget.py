@@ -9,6 +9,8 @@ import numpy as np
 
 from prr_pipeline.errors import ConfigError
 
+_NOISE = 1.01  # of two measurements of the same
+_NEAR = 0.03  # share of a context by which another one is the same
 DELTAS = (1.0, 1.25, 1.5, 2.0)  # what is profiled, and what hit rates are shown for
 
 
@@ -95,11 +97,14 @@ def _check_delta(key: str, value: float) -> None:
 
 @dataclass(kw_only=True)
 class Profiled(BudgetPolicy):
-    """The largest delta whose speculative attention is done before selection is, from a profile of this machine.
+    """The largest delta that does not lengthen a step, from a profile of this machine.
 
-    On the profile's contexts its table decides; between and beyond them a polynomial regression of both latencies.
+    Where the profile has timed both sides of a step together (prr_us, serial_us), a delta must not take longer than the
+    step without speculation, nor longer than the best delta by more than noise. Else its attention must be done before
+    selection is. Near the profile's contexts its table decides, between them a polynomial regression of the latencies,
+    and beyond them the nearest one: polynomials that were never held against a measurement there say anything.
 
-    deltas: the candidates. degree: of the polynomials. slack: share of the selection time that may be exceeded.
+    deltas: the candidates. degree: of the polynomials. slack: share of the time allowed that may be exceeded.
     """
 
     name: str = "profiled"
@@ -109,8 +114,9 @@ class Profiled(BudgetPolicy):
 
     def __post_init__(self) -> None:
         self._table: dict[int, float] = {}
-        self._select: np.ndarray | None = None
-        self._attend: dict[float, np.ndarray] = {}
+        self._names = ("select_us", "attend_us")  # of what is allowed, and of what a delta takes
+        self._allowed: np.ndarray | None = None
+        self._takes: dict[float, np.ndarray] = {}
 
     def check(self) -> None:
         """Raise ConfigError for no or wrong candidates."""
@@ -118,8 +124,10 @@ class Profiled(BudgetPolicy):
             raise ConfigError("budget.deltas is empty, expected at least one candidate such as 1.5")
         for value in self.deltas:
             _check_delta("budget.deltas", value)
-        if self.degree < 0 or self.slack < 0:
-            raise ConfigError(f"budget.degree = {self.degree} and budget.slack = {self.slack}, expected none below 0")
+        if self.degree < 0 or not 0 <= self.slack < float("inf"):
+            raise ConfigError(
+                f"budget.degree = {self.degree} and budget.slack = {self.slack}, expected none below 0 and finite"
+            )
 
     @property
     def needs_profile(self) -> bool:
@@ -129,36 +137,44 @@ class Profiled(BudgetPolicy):
     def fit(self, rows: list[dict[str, Any]]) -> None:
         """See BudgetPolicy. Rows of other deltas than the candidates are ignored."""
         contexts = sorted({int(r["context"]) for r in rows})
-        select = {int(r["context"]): float(r["select_us"]) for r in rows}
-        attend = {(int(r["context"]), float(r["delta"])): float(r["attend_us"]) for r in rows}
-        missing = [d for d in self.deltas if d and any((c, d) not in attend for c in contexts)]
+        together = bool(rows) and all("prr_us" in r for r in rows)
+        self._names = ("serial_us", "prr_us") if together else ("select_us", "attend_us")
+        allowed = {int(r["context"]): float(r[self._names[0]]) for r in rows}
+        takes = {(int(r["context"]), float(r["delta"])): float(r[self._names[1]]) for r in rows}
+        missing = [d for d in self.deltas if d and any((c, d) not in takes for c in contexts)]
         if not contexts or missing:
             raise ConfigError(
                 f"the profile has no rows for delta {missing or self.deltas}; run stage profile with force=true"
             )
+        if together:
+            for c in contexts:
+                best = min(takes[c, d] for d in self.deltas if d)
+                allowed[c] = min(allowed[c], best * _NOISE)
         self._table = {
-            c: max((d for d in self.deltas if d and self._fits(attend[c, d], select[c])), default=0.0) for c in contexts
+            c: max((d for d in self.deltas if d and self._fits(takes[c, d], allowed[c])), default=0.0) for c in contexts
         }
-        self._select = self._poly(contexts, [select[c] for c in contexts])
-        self._attend = {d: self._poly(contexts, [attend[c, d] for c in contexts]) for d in self.deltas if d}
+        self._allowed = self._poly(contexts, [allowed[c] for c in contexts])
+        self._takes = {d: self._poly(contexts, [takes[c, d] for c in contexts]) for d in self.deltas if d}
 
-    def _fits(self, attend_us: float, select_us: float) -> bool:
-        return attend_us <= select_us * (1 + self.slack)
+    def _fits(self, takes: float, allowed: float) -> bool:
+        return takes <= allowed * (1 + self.slack)
 
     def _poly(self, contexts: list[int], us: list[float]) -> np.ndarray:
         return np.polyfit(np.array(contexts) / 1024, us, min(self.degree, len(contexts) - 1))
 
     def ratio(self, context: int) -> float:
-        """From the table, or from the regression off its grid; 0 where no candidate fits."""
-        if self._select is None:
+        """From the table near its contexts, else from the regression; 0 where no candidate fits."""
+        if self._allowed is None:
             raise ConfigError("budget=profiled has no profile; run stage profile before decode")
-        if context in self._table:
-            return self._table[context]
-        window = float(np.polyval(self._select, context / 1024))
-        fits = [d for d, p in self._attend.items() if self._fits(float(np.polyval(p, context / 1024)), window)]
+        context = min(max(context, min(self._table)), max(self._table))
+        near = min(self._table, key=lambda c: abs(c - context))
+        if abs(near - context) <= _NEAR * near:
+            return self._table[near]
+        allowed = float(np.polyval(self._allowed, context / 1024))
+        fits = [d for d, p in self._takes.items() if self._fits(float(np.polyval(p, context / 1024)), allowed)]
         return max(fits, default=0.0)
 
     def regression(self) -> dict[str, Any]:
         """Coefficients, highest power first, in us over context / 1024."""
-        select = [] if self._select is None else self._select.tolist()
-        return {"select_us": select, "attend_us": {str(d): p.tolist() for d, p in self._attend.items()}}
+        allowed = [] if self._allowed is None else self._allowed.tolist()
+        return {self._names[0]: allowed, self._names[1]: {str(d): p.tolist() for d, p in self._takes.items()}}

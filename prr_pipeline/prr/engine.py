@@ -3,18 +3,20 @@
 
 All modes run the same ops in the same order, so that they differ only in what they are meant to: which blocks were
 attended ahead of the selection (P), and what is done about the rest. With exact repair every sparse mode yields the
-bits of `serial`. On a CPU the two sides of a step run one after the other: times of parts are real, overlap is not
-there.
+bits of `serial`. The two sides of a step run one after the other here: times of parts are real on a CPU, overlap is
+not there. On a GPU, prr_pipeline.prr.graphs runs the steps.
 """
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cache
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 import cutlass_kernels as ck
 from prr_pipeline.dsa.base import SparseMethod
@@ -22,7 +24,9 @@ from prr_pipeline.models.attention import attached, forward
 from prr_pipeline.models.cache import KVCache, LayerCache
 from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off
 from prr_pipeline.prr.calibration import Window
+from prr_pipeline.prr.phase import all_or_nothing
 from prr_pipeline.prr.predictor import LAST_SCORES, PredictorState
+from prr_pipeline.prr.sampling import Sampler
 from prr_pipeline.prr.stats import LayerStats, StepStats
 
 Theta = tuple[float, float, float]
@@ -82,7 +86,8 @@ class Prefilled:
 
     cache: every prompt token is in it. logits: [1, vocab] after the last one. windows: scores of the last
     prompt rows by layer (layers that never select have none). ms: wall time of the prefill, the windows not counted;
-    None where the model read nothing. feed: of synthetic runs, see prr_pipeline.prr.synthetic.
+    None where the model read nothing. feed: of synthetic runs, see prr_pipeline.prr.synthetic. tokens: of the prompt;
+    the cache holds more while a decoder works in it.
     """
 
     cache: KVCache
@@ -91,12 +96,47 @@ class Prefilled:
     ms: float | None
     window_ms: float
     feed: Feed | None = None
+    tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = self.cache.length
 
     @property
     def nbytes(self) -> int:
         """Memory that it holds."""
         fed = sum(x.nbytes for x in self.feed[:3]) if self.feed else 0
         return self.cache.nbytes + sum(w.scores.nbytes for w in self.windows.values()) + fed
+
+
+class Step(NamedTuple):
+    """A generated token, and what feeding it did: None for the last one, whose logits are nobody's.
+
+    digest: of the logits that feeding it gave; equal ones mean equal bits (see `digest`).
+    """
+
+    token: int
+    stats: StepStats | None
+    digest: int | None
+
+
+class Generator(Protocol):
+    """What decodes one sequence in one mode."""
+
+    def generate(self, sampler: Sampler, limit: int, stops: set[int]) -> Iterator[Step]:
+        """At most `limit` tokens, ended by one of `stops`, which is the last one then."""
+
+
+def digest(logits: Tensor) -> Tensor:
+    """64 bits that differ, but for a chance of 2^-64, where any bit of the logits does. [1, vocab] -> [1] int64."""
+    words = {2: torch.int16, 4: torch.int32}[logits.element_size()]
+    bits = logits.view(words).long()
+    return (bits * _weights(bits.shape[1], logits.device)).sum(1)  # wraps around; the order does not matter
+
+
+@cache
+def _weights(n: int, device: torch.device) -> Tensor:
+    gen = torch.Generator().manual_seed(n)
+    return (torch.randint(-(2**62), 2**62, (n,), generator=gen) * 2 + 1).to(device)
 
 
 class Engine:
@@ -110,6 +150,8 @@ class Engine:
         window: prompt rows that are scored for calibration.
         step_threads: CPU threads of a decode step; None leaves torch's.
     """
+
+    copies = True  # a decoder works in a copy of the prompt's cache, which can be kept
 
     def __init__(
         self,
@@ -127,6 +169,12 @@ class Engine:
         self.prefill_chunk, self.window, self.step_threads = prefill_chunk, window, step_threads
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
+        self.q_heads: int = model.config.num_attention_heads  # type: ignore[union-attr, assignment]
+
+    def cache(self, tokens: int) -> KVCache:
+        """An empty cache for one sequence of that many tokens."""
+        shape = (self.layers, 1, self.kv_heads, self.head_dim)
+        return KVCache(self.method, *shape, tokens, self.dtype, self.device)
 
     def prefill(self, prompt: list[int], room: int) -> Prefilled:
         """Dense prefill in chunks, and the scores of the last rows.
@@ -135,19 +183,24 @@ class Engine:
             prompt: token ids, at least one.
             room: tokens that will be generated after it.
         """
-        capacity = len(prompt) + room
-        cache = KVCache(self.method, self.layers, 1, self.kv_heads, self.head_dim, capacity, self.dtype, self.device)
+        cache = self.cache(len(prompt) + room)
         handler = _Prefill(cache, self.window)
         ids = torch.tensor([prompt], device=self.device)
-        start = time.perf_counter()
+        start = self._now()
         with attached(self.model, handler):
             for at in range(0, len(prompt), self.prefill_chunk):
                 chunk = ids[:, at : at + self.prefill_chunk]
                 cache.set_length(at + chunk.shape[1])
                 logits = forward(self.model, chunk, at)
-        done = time.perf_counter()
+        done = self._now()
         windows = self.replay(cache, handler.queries, handler.scale)
-        return Prefilled(cache, logits, windows, (done - start) * 1e3, (time.perf_counter() - done) * 1e3)
+        return Prefilled(cache, logits, windows, (done - start) * 1e3, (self._now() - done) * 1e3)
+
+    def _now(self) -> float:
+        """Seconds, all that was asked of the device being done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def replay(self, cache: KVCache, queries: dict[int, Tensor], scale: float) -> dict[int, Window]:
         """Windows of all layers that may select; see `replay`. queries: by layer, [B, Hq, W, D]."""
@@ -155,7 +208,7 @@ class Engine:
             windows = {layer: replay(cache, layer, q, scale) for layer, q in queries.items()}
         return {layer: window for layer, window in windows.items() if window is not None}
 
-    def decoder(self, start: Prefilled, mode: Mode, thetas: dict[int, Theta]) -> "Decoder":
+    def decoder(self, start: Prefilled, mode: Mode, thetas: dict[int, Theta]) -> Generator:
         """A decoder of its own copy of the cache.
 
         Args:
@@ -209,8 +262,10 @@ def replay(cache: KVCache, layer: int, queries: Tensor, scale: float) -> Window 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Dense attention of the last rows of a sequence. q: [B, Hq, T, D], k, v: [B, H_kv, L, D] -> [B, Hq, T, D]."""
     T, L = q.shape[2], k.shape[2]
-    mask = None
-    if T != L:
+    mask: Tensor | None = None
+    if T != L and q.is_cuda:
+        mask = causal_lower_right(T, L)  # not a tensor of T x L there: flash attention knows it
+    elif T != L:
         mask = torch.ones(T, L, dtype=torch.bool, device=q.device).tril(L - T)
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -274,6 +329,17 @@ class Decoder:
             state.update(window.scores[i : i + 1], window.lengths[i : i + 1], width if i == rows - 1 else 0)
         return state
 
+    def generate(self, sampler: Sampler, limit: int, stops: set[int]) -> Iterator[Step]:
+        """See Generator."""
+        logits = self.logits
+        for i in range(limit):
+            token = sampler(logits)
+            if token in stops or i == limit - 1:
+                yield Step(token, None, None)
+                return
+            logits, stats = self.step(token)
+            yield Step(token, stats, int(digest(logits)))
+
     def step(self, token: int) -> tuple[Tensor, StepStats]:
         """Feed one token; logits [1, vocab] of the next, and what the step did."""
         cache, engine = self.cache, self.engine
@@ -332,7 +398,7 @@ class Decoder:
                 out, _ = ck.repair_union(q, at.k, at.v, chosen, *running, lens, scale)
         else:
             with self.clock("repair"):
-                kept = self._all_or_nothing(chosen) if self.mode.all_or_nothing else chosen
+                kept = all_or_nothing(chosen) if self.mode.all_or_nothing else chosen
                 out, _ = ck.repair(q, at.k, at.v, kept, *partials, lens, scale)
         with self.clock("stats"):
             self.layer_stats[layer] = LayerStats.of(chosen, predicted, self.last_ids.get(layer), lens, method)
@@ -341,9 +407,3 @@ class Decoder:
             if self.mode.budget.active:
                 state.update(self.scores, lens, self._width(self.cache.length + 1))
         return out
-
-    @staticmethod
-    def _all_or_nothing(chosen: ck.Selection) -> ck.Selection:
-        """S1: a sequence with any miss uses none of its partials."""
-        missed = chosen.counts[..., 1].amax(1)[:, None, None] > 0
-        return chosen._replace(position=torch.where(missed, -1, chosen.position))

@@ -20,6 +20,8 @@ OBJECTIVES = ("weighted", "overlap")
 class EmaPredictor:
     """theta = (alpha, beta, gamma), fixed or found a prompt and layer by calibration over a grid (eq 5).
 
+    late_theta: of layers that begin to select only while decoding, so that no prompt row could calibrate them; the
+    middle of the paper's grid. Records name the layers that used it. A fixed theta holds for them, too.
     window: rows at the end of the prompt that calibration looks at and that warm the state up.
     objective: `weighted` is eq 4 (share of A's scores that P holds; rows with negative scores are shifted to be
     non-negative, since Quest's are signed), `overlap` the share of A's blocks. Both over dynamic blocks.
@@ -30,29 +32,37 @@ class EmaPredictor:
     alphas: list[float] = field(default_factory=lambda: [0.2, 0.4, 0.6, 0.8])
     betas: list[float] = field(default_factory=lambda: [0.1, 0.2, 0.3, 0.4, 0.5])
     gammas: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75])
+    late_theta: list[float] = field(default_factory=lambda: [0.4, 0.3, 0.25])
     window: int = 64
     objective: str = "weighted"
 
     def check(self) -> None:
         """Raise ConfigError for values outside the ranges of eq 2 and 3."""
-        if self.theta is not None and len(self.theta) != 3:
-            raise ConfigError(f"predictor.theta has {len(self.theta)} values, expected alpha, beta, gamma")
+        fixed = {"theta": self.theta, "late_theta": self.late_theta}
+        for key, theta in fixed.items():
+            if theta is not None and len(theta) != 3:
+                raise ConfigError(f"predictor.{key} has {len(theta)} values, expected alpha, beta, gamma")
         if self.objective not in OBJECTIVES:
             raise ConfigError(f"predictor.objective = '{self.objective}', expected one of {', '.join(OBJECTIVES)}")
         if self.window < 2:
             raise ConfigError(f"predictor.window = {self.window} rows, expected at least 2 (one to predict from)")
         grids = {"alphas": self.alphas, "betas": self.betas, "gammas": self.gammas}
         if self.theta is not None:
-            grids = {f"theta[{i}]": [x] for i, x in enumerate(self.theta)}
-        for (key, values), zero in zip(grids.items(), (False, False, True), strict=True):
-            if not values or not all(0 < x <= 1 or (zero and x == 0) for x in values):
-                bounds = "[0, 1]" if zero else "(0, 1]"
-                raise ConfigError(f"predictor.{key} = {values}, expected values in {bounds}")
+            grids = _by_index("theta", self.theta)
+        for triple in (grids, _by_index("late_theta", self.late_theta)):
+            for (key, values), zero in zip(triple.items(), (False, False, True), strict=True):
+                if not values or not all(0 < x <= 1 or (zero and x == 0) for x in values):
+                    bounds = "[0, 1]" if zero else "(0, 1]"
+                    raise ConfigError(f"predictor.{key} = {values}, expected values in {bounds}")
 
     def candidates(self) -> Tensor:
         """The grid, [C, 3] float32; the fixed theta alone if there is one."""
         rows = [tuple(self.theta)] if self.theta else list(product(self.alphas, self.betas, self.gammas))
         return torch.tensor(rows, dtype=torch.float32)
+
+
+def _by_index(key: str, theta: list[float]) -> dict[str, list[float]]:
+    return {f"{key}[{i}]": [x] for i, x in enumerate(theta)}
 
 
 class PredictorState:

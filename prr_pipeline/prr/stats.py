@@ -34,31 +34,53 @@ class LayerStats:
         cls, chosen: ck.Selection, predicted: Tensor, before: Tensor | None, seq_lens: Tensor, method: SparseMethod
     ) -> "LayerStats":
         """Count; before: the ids of the step before, of the same layer."""
-        n = num_blocks(seq_lens, method.block_size)[:, None, None]
-        ids, missed = chosen.ids, chosen.missed
+        last = None if before is None else before[None]
+        sums = count(
+            chosen.ids[None], chosen.missed[None], chosen.counts[None], predicted[None], last, seq_lens, method
+        )
+        return cls.of_sums(chosen.ids.shape[0] * chosen.ids.shape[1], sums[0].tolist(), before is not None)
 
-        def dynamic(x: Tensor) -> Tensor:
-            return (x >= method.sink) & (x < n - method.local)
-
-        kept = ids.new_zeros(()) if before is None else _found(ids, before)[dynamic(ids)].sum()
-        counts = torch.stack(
-            (
-                chosen.counts[..., 0].sum(),
-                dynamic(ids).sum(),
-                chosen.counts[..., 1].sum(),
-                (dynamic(missed) & (missed >= 0)).sum(),
-                (predicted >= 0).sum(),
-                kept,
-            )
-        ).tolist()
-        heads = ids.shape[0] * ids.shape[1]
-        a, dyn, lost, lost_dyn, p, both = counts
-        return cls(heads, a, dyn, lost, lost_dyn, p, None if before is None else both)
+    @classmethod
+    def of_sums(cls, heads: int, sums: list[int], follows: bool) -> "LayerStats":
+        """From a row of `count`; follows: whether there was a step before."""
+        a, dyn, lost, lost_dyn, p, kept = sums
+        return cls(heads, a, dyn, lost, lost_dyn, p, kept if follows else None)
 
     @property
     def wasted(self) -> int:
         """Blocks of P that A did not want."""
         return self.predicted - (self.chosen - self.missed)
+
+
+def count(
+    ids: Tensor,
+    missed: Tensor,
+    counts: Tensor,
+    predicted: Tensor,
+    before: Tensor | None,
+    seq_lens: Tensor,
+    method: SparseMethod,
+) -> Tensor:
+    """The sums of LayerStats for L layers at one step, on the device.
+
+    Args:
+        ids, missed, counts: of select, [L, B, H_kv, K | K | 2] int32.
+        predicted: P, [L, B, H_kv, P] int32.
+        before: ids of the step before, or None.
+        seq_lens: [B] int32, tokens.
+
+    Returns:
+        [L, 6] int64: chosen, dynamic, missed, missed_dynamic, predicted, kept_dynamic (0 without a step before).
+    """
+    n = num_blocks(seq_lens, method.block_size)[:, None, None]
+
+    def dynamic(x: Tensor) -> Tensor:
+        return (x >= method.sink) & (x < n - method.local)
+
+    free = dynamic(ids)
+    kept = torch.zeros_like(free) if before is None else _found(ids, before) & free
+    parts = (counts[..., 0], free, counts[..., 1], dynamic(missed) & (missed >= 0), predicted >= 0, kept)
+    return torch.stack([x.flatten(1).sum(1) for x in parts], 1)
 
 
 def _found(ids: Tensor, within: Tensor) -> Tensor:
@@ -67,7 +89,10 @@ def _found(ids: Tensor, within: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StepStats:
-    """One step: context (tokens, the new one included), wall time, parts of it, and its selecting layers."""
+    """One step: context (tokens, the new one included), time, parts of it, and its selecting layers.
+
+    Steps of a CUDA graph have no parts: stage profile times those.
+    """
 
     context: int
     wall_ms: float
@@ -81,9 +106,10 @@ class StepStats:
 
     def record(self) -> dict[str, float | None]:
         """The step's record: times in ms, rates in 0..1, blocks a (sequence, KV head, layer)."""
-        parts = {f"{p}_ms": self.parts.get(p, 0.0) for p in PARTS}
-        row: dict[str, float | None] = {"context": self.context, "ms": self.ms, **parts}
-        row["other_ms"] = self.ms - sum(parts.values())
+        row: dict[str, float | None] = {"context": self.context, "ms": self.ms}
+        if self.parts:
+            parts = {f"{p}_ms": self.parts.get(p, 0.0) for p in PARTS}
+            row |= parts | {"other_ms": self.ms - sum(parts.values())}
         return row | rates(list(self.layers.values()))
 
 

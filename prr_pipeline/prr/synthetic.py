@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prr_pipeline.dsa.base import SparseMethod
 from prr_pipeline.models.attention import attention_modules
 from prr_pipeline.models.cache import KVCache
-from prr_pipeline.prr.calibration import Window
+from prr_pipeline.prr.calibration import Window, last_overlap
 from prr_pipeline.prr.engine import Engine, Feed, Prefilled
+
+_ROWS, _HALVINGS = 12, 8  # of drift_for
 
 
 def prefill(
@@ -37,18 +40,18 @@ def prefill(
         logits are zeros: nothing was read, so all first tokens are as likely.
     """
     config: Any = engine.model.config
-    shape = (engine.layers, 1, engine.kv_heads, engine.head_dim)
-    cache = KVCache(engine.method, *shape, length + room, engine.dtype, engine.device)
+    cache = engine.cache(length + room)
     cache.set_length(length)
     rows = min(engine.window, length)
     like = cache.layers[0].k
+    blocks = engine.method.blocks(length + room)  # the cache may have more
     heads = (config.num_attention_heads, engine.kv_heads, engine.kv_heads)
     feed_q, feed_k, feed_v = (like.new_empty(engine.layers, room, 1, n, engine.head_dim) for n in heads)
     windows: dict[int, Window] = {}
     window_ms = 0.0
     for layer, module in enumerate(attention_modules(engine.model)):
         gen = torch.Generator(engine.device).manual_seed(zlib.crc32(f"{seed} {key} {layer}".encode()))
-        k = block_keys(gen, like, block_weight)
+        k = block_keys(gen, like[:, :, :blocks], block_weight)
         v = torch.randn(k.shape, generator=gen, dtype=k.dtype, device=k.device)
         q = drifting(gen, heads[0], rows + room, engine.head_dim, drift).to(k.dtype)
         cache.write(layer, k[:, :, :length], v[:, :, :length])
@@ -59,6 +62,46 @@ def prefill(
         window_ms += (time.perf_counter() - start) * 1e3
     feed = Feed(feed_q, feed_k, feed_v, length)
     return Prefilled(cache, like.new_zeros(1, config.vocab_size), windows, None, window_ms, feed)
+
+
+def drift_for(
+    overlap: float,
+    method: SparseMethod,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    context: int,
+    block_weight: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> float:
+    """The drift at which so much of A's dynamic blocks was in the A before, by bisection on one layer's real scores.
+
+    What it is good for is a context, a method and a shape; the overlap of a run is measured in the run.
+    """
+    cache = KVCache(method, 1, 1, kv_heads, head_dim, context, dtype, device)
+    cache.set_length(context)
+    gen = torch.Generator(device).manual_seed(seed)
+    k = block_keys(gen, cache.layers[0].k, block_weight)[:, :, :context]
+    cache.write(0, k, torch.zeros_like(k))
+    cache.rebuild(0, context)
+    meta, scale = cache.layers[0].meta, head_dim**-0.5
+    lens = torch.full((1,), context, dtype=torch.int32, device=device)
+
+    def measured(drift: float) -> float:
+        same = torch.Generator(device).manual_seed(seed)
+        q = drifting(same, q_heads, _ROWS, head_dim, drift).to(dtype)
+        scores = torch.empty(_ROWS, 1, kv_heads, cache.num_blocks, device=device)
+        for i in range(_ROWS):
+            method.score(q[:, :, i].contiguous(), meta, lens, scale, scores[i])
+        return float(last_overlap([Window(scores[:, 0], lens.expand(_ROWS))], method).dynamic)
+
+    low, high = 0.0, 1.0  # the more drift, the less overlap
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if measured(middle) > overlap else (low, middle)
+    return (low + high) / 2
 
 
 def block_keys(gen: torch.Generator, like: Tensor, weight: float) -> Tensor:

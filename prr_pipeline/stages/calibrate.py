@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 def run(job: Job, folder: StageFolder, run: Any) -> None:
     """Prefill each prompt and calibrate on its last rows; samples already there are kept."""
+    folder.start({})
     records = Records(folder / "samples.jsonl")
     done = {r["id"]: r for r in records.read()}
     if done:
@@ -38,7 +39,7 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
 
 def _sample(job: Job, prompt: Prompt) -> dict[str, Any]:
     start = job.prefill(prompt)
-    length = start.cache.length
+    length = start.tokens
     selecting = {x: w for x, w in start.windows.items() if job.method.selects(x, length)}
     windows = list(selecting.values())
     found = calibrate(windows, job.predictor, job.method) if windows else []

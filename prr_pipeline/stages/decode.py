@@ -9,27 +9,33 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from prr_pipeline.artifacts import Records, StageFolder, digest
-from prr_pipeline.errors import ArtifactError
-from prr_pipeline.prr.engine import Engine, Mode, Prefilled, Theta
+from prr_pipeline.config import BASELINES
+from prr_pipeline.errors import ArtifactError, PrrError
+from prr_pipeline.prr import baselines
+from prr_pipeline.prr.engine import Generator, Mode, Prefilled, Theta
 from prr_pipeline.prr.sampling import Sampler
 from prr_pipeline.prr.stats import LayerStats, StepStats, rates
+from prr_pipeline.prr.traffic import step_bytes
 from prr_pipeline.stages.job import Job, Prompt
 from prr_pipeline.tracking.progress import Progress
 
 log = logging.getLogger(__name__)
 
+_NAMED = 8  # faults that a message names
+
 
 def run(job: Job, folder: StageFolder, run: Any) -> None:
-    """Decode all samples in all modes; samples already there are kept, a partly decoded one is redone."""
+    """Decode all samples in all modes; samples already there are kept, a partly decoded one is redone.
+
+    Raises:
+        PrrError: exact repair was not exact, and no evaluate follows that would say so beside its tables.
+    """
     inputs = _fit_budget(job)
     thetas = _thetas(job, inputs)
     folder.start(inputs)
     records = Records(folder / "samples.jsonl")
-    order = ["serial", *(m for m in job.modes if m != "serial")]
+    order = ["serial", *(m for m in job.modes if m != "serial"), *job.baselines]
     done = _resume(records, order)
     prompts = list(job.prompts())
     left = [p for p in prompts if p.sample.id not in done]
@@ -37,9 +43,39 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
         for prompt in left:
             rows = _sample(job, prompt, order, thetas.get(prompt.sample.id, {}), bar)
             records.append(rows)
+            for fault in unequal(rows):
+                log.error("exact repair is not serial in sample %s", fault)
             for row in rows:
                 run.log(_scalars(row))
+    if "evaluate" not in job.cfg.stages:
+        refuse_unequal(records)
     folder.finish(job.device_name(), inputs, [records.path], {"model": job.loaded.description, "modes": job.modes})
+
+
+def unequal(rows: list[dict[str, Any]]) -> list[str]:
+    """Samples and modes of exact repair whose tokens or logits are not those of serial, as `id/mode (what)`."""
+    found = []
+    for row in rows:
+        if row["repair"] == "exact":
+            what = [k for k in ("tokens", "logits") if row[f"{k}_equal_serial"] is False]
+            found += [f"{row['id']}/{row['mode']} ({' and '.join(what)})"] if what else []
+    return found
+
+
+def refuse_unequal(records: Records) -> None:
+    """Exact repair promises the bits of serial; results that break the promise are not finished.
+
+    Raises:
+        PrrError: names samples and modes; the records stay, to be looked at.
+    """
+    faults = unequal(records.read())
+    if faults:
+        more = f" and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
+        raise PrrError(
+            f"exact repair differs from serial in {', '.join(faults[:_NAMED])}{more}. This is a bug of this software, "
+            f"not of the job: please report it, with {records.path} and the job's config.json. What was written "
+            "stays, to be looked at; the stage is not done"
+        )
 
 
 def _fit_budget(job: Job) -> dict[str, str]:
@@ -47,7 +83,7 @@ def _fit_budget(job: Job) -> dict[str, str]:
     if not job.budget.needs_profile:
         return {}
     source = job.folder("profile")
-    manifest = source.require("decode")
+    manifest = job.require("profile", "decode")
     job.budget.fit(json.loads((source / "profile.json").read_text(encoding="utf-8"))["rows"])
     return {"profile": digest(manifest)}
 
@@ -57,7 +93,7 @@ def _thetas(job: Job, inputs: dict[str, str]) -> dict[str, dict[int, Theta]]:
     if not job.calibrated:
         return {}
     source = job.folder("calibrate")
-    manifest = source.require("decode")
+    manifest = job.require("calibrate", "decode")
     inputs["calibrate"] = digest(manifest)
     found = {}
     for row in Records(source / "samples.jsonl").read():
@@ -85,9 +121,8 @@ class _Trace:
     """What one mode did with one sample."""
 
     tokens: list[int] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)  # of every step's logits
     steps: list[StepStats] = field(default_factory=list)
-    equal_logits: bool = True
     stop: str = "length"
 
 
@@ -98,54 +133,48 @@ def _sample(
     start = job.prefill(prompt)
     if not thetas and job.predictor.theta is not None:
         thetas = dict.fromkeys(start.windows, tuple(job.predictor.theta))  # type: ignore[arg-type]
-    missing = [x for x in start.windows if x not in thetas and job.method.selects(x, start.cache.length)]
+    missing = [x for x in start.windows if x not in thetas and job.method.selects(x, start.tokens)]
     if missing and job.calibrated:
         raise ArtifactError(
             f"sample {prompt.sample.id}: the calibration has no theta for layers {missing}; "
             f"{job.folder('calibrate').redo}"
         )
-    late = dict.fromkeys(start.windows, _LATE) | thetas
+    late: Theta = tuple(job.predictor.late_theta)  # type: ignore[assignment]
+    every = dict.fromkeys(start.windows, late) | thetas
     rows, serial = [], None
     for name in order:
-        mode = Mode.build(name, job.runtime.repair, job.budget)
-        trace = _decode(job, prompt, start, mode, late, serial, bar)
+        mode = Mode.build("serial" if name in BASELINES else name, job.runtime.repair, job.budget)
+        if name in BASELINES:
+            decoder: Generator = baselines.decoder(name, job.engine, start, mode)  # type: ignore[arg-type]
+        else:
+            decoder = job.engine.decoder(start, mode, every)
+        trace = _decode(job, prompt, decoder, bar)
         serial = trace if name == "serial" else serial
-        rows.append(_record(job, prompt, start, mode, trace, serial))
+        row = _record(job, prompt, start, mode, trace, None if name in BASELINES else serial)
+        if name == "paper_serial":  # it tells nothing of what it selected
+            row["dense_steps"] = 0
+        rows.append(row | {"mode": name, "late_layers": _late(mode, trace, thetas)})
     return rows
 
 
-_LATE: Theta = (0.4, 0.3, 0.25)  # layers that begin to select only while decoding: the middle of the paper's grid
+def _late(mode: Mode, trace: "_Trace", thetas: dict[int, Theta]) -> list[int]:
+    """Layers whose P came of predictor.late_theta: they select, but did not yet at the prompt's end."""
+    if not (mode.calibrated and mode.budget.active):
+        return []
+    return sorted({x for s in trace.steps for x in s.layers} - thetas.keys())
 
 
-def _decode(
-    job: Job,
-    prompt: Prompt,
-    start: Prefilled,
-    mode: Mode,
-    thetas: dict[int, Theta],
-    serial: _Trace | None,
-    bar: Progress,
-) -> _Trace:
-    engine: Engine = job.engine
-    decoder = engine.decoder(start, mode, thetas)
+def _decode(job: Job, prompt: Prompt, decoder: Generator, bar: Progress) -> _Trace:
     sampler = Sampler(job.runtime.temperature, job.runtime.top_p, job.cfg.seed, prompt.sample.id)
     stops = set() if job.benchmark.ignore_eos else set(job.loaded.shape.eos_ids)
-    trace, logits = _Trace(), start.logits
-    limit = prompt.sample.max_new_tokens
-    for i in range(limit):
-        trace.tokens.append(sampler(logits))
-        if trace.tokens[-1] in stops:
-            trace.stop = "eos"
+    trace = _Trace()
+    for token, stats, bits in decoder.generate(sampler, prompt.sample.max_new_tokens, stops):
+        trace.tokens.append(token)
+        if stats is None or bits is None:
+            trace.stop = "eos" if token in stops else "length"
             break
-        if i == limit - 1:
-            break  # the last token's own logits are nobody's
-        logits, stats = decoder.step(trace.tokens[-1])
         trace.steps.append(stats)
-        if mode.name == "serial":
-            trace.logits.append(logits)
-        elif serial is not None:
-            at = len(trace.steps) - 1
-            trace.equal_logits &= at < len(serial.logits) and torch.equal(logits, serial.logits[at])
+        trace.digests.append(bits)
         hit = rates(list(stats.layers.values()))["hit_dynamic"]
         bar.update(0, tokens=1, seconds=stats.ms / 1e3, hit_rate=hit)
     bar.update()
@@ -164,8 +193,8 @@ def _record(
     other = None if mode.name == "serial" else serial
     same_logits = None
     if other and other.steps:
-        same_logits = trace.equal_logits and len(trace.steps) == len(other.steps)
-    context = start.cache.length + 1
+        same_logits = trace.digests == other.digests
+    context = start.tokens + 1
     ratio = mode.budget.ratio(context) if mode.budget.active else None
     return {
         "id": sample.id,
@@ -173,7 +202,7 @@ def _record(
         "mode": mode.name,
         "repair": mode.repair if mode.name in ("reuse", "reuse_repair", "prr") else None,
         "delta": ratio,
-        "prompt_tokens": start.cache.length,
+        "prompt_tokens": start.tokens,
         "truncated": bool(sample.meta.get("tokens_cut")),
         "tokens_cut": sample.meta.get("tokens_cut", 0),
         "n_generated": len(trace.tokens),
@@ -185,6 +214,7 @@ def _record(
         "score": job.benchmark.score(sample, post),
         "prefill_ms": start.ms,
         "window_ms": start.window_ms,
+        "read_bytes": step_bytes(job.loaded.model, start.cache, mode.name, context),
         "ms_per_token": sum(s.ms for s in trace.steps) / len(trace.steps) if trace.steps else None,
         "steps": len(trace.steps),
         "dense_steps": sum(not s.layers for s in trace.steps),

@@ -3,15 +3,21 @@
 
 import json
 import logging
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from prr_pipeline.artifacts import Records, StageFolder, digest, write_atomic, write_json
-from prr_pipeline.config import MODES
-from prr_pipeline.errors import PrrError
+from prr_pipeline.config import BASELINES, MODES, config_dir
+from prr_pipeline.errors import ArtifactError, PrrError
+from prr_pipeline.models.load import parameter_count
+from prr_pipeline.stages.decode import refuse_unequal
 from prr_pipeline.stages.job import Job
-from prr_pipeline.tracking import plots, tables
+from prr_pipeline.tracking import beside, plots, tables
 
 log = logging.getLogger(__name__)
 
@@ -19,25 +25,29 @@ _ON_CPU = (
     "Times are of a CPU, where selection and speculative attention run one after the other: prr cannot be faster than "
     "serial here.\n"
 )
+_RANDOM = "Weights are random: scores, hit rates and overlaps are not those of the model that is named.\n"
+_NOT_TRUE_SIZE = "The model does not have its true size: its times are not those of the model that is named.\n"
 
 
 def run(job: Job, folder: StageFolder, run: Any) -> None:
     """Write results.json, results.csv, results.md, paper.md and plots; print the table."""
     decode = job.folder("decode")
-    manifest = decode.require("evaluate")
+    manifest = job.require("decode", "evaluate")
     inputs = {"decode": digest(manifest)}
-    samples = Records(decode / "samples.jsonl").read()
-    rows = [_row(job, group) for group in _groups(samples)]
+    records = Records(decode / "samples.jsonl")
+    samples = records.read()
+    _refuse_twice(samples, records.path, decode.redo)
+    origin = _origin(manifest)
+    rows = [_row(job, origin, group) for group in _groups(samples)]
     results = {"rows": rows, "config_hash": digest(job.config), "device": manifest["device"]}
     folder.path.mkdir(parents=True, exist_ok=True)
     write_json(folder / "results.json", results)
     tables.to_csv(rows, folder / "results.csv")
     write_atomic(folder / "results.md", "\n".join([tables.to_markdown(rows), *_remarks(results)]))
     outputs = [folder / name for name in ("results.json", "results.csv", "results.md")]
-    if paper := tables.paper_tables(rows):
-        write_atomic(folder / "paper.md", paper)
-        outputs.append(folder / "paper.md")
-    images = _plots(job, samples, folder.path / "plots", inputs)
+    write_atomic(folder / "paper.md", "\n".join([beside.paper_tables(rows), *_remarks(results)]))
+    outputs.append(folder / "paper.md")
+    images = _plots(job, origin, samples, folder.path / "plots", inputs)
     run.table("results", rows)
     run.summary(
         {f"{r['task']}/{r['mode']}/{k}": r[k] for r in rows for k in ("score", "ms_per_token") if r[k] is not None}
@@ -45,9 +55,19 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
     for image in images:
         run.image(image.stem, image)
     run.artifact("results", "results", outputs)
-    _show(results)
+    _show(results, folder / "results.md")
+    _refuse_unmeasured(rows)
     _refuse_dense(job, rows)
+    refuse_unequal(records)
     folder.finish("none", inputs, [*outputs, *images], {})
+
+
+def _refuse_twice(samples: list[dict[str, Any]], path: Path, redo: str) -> None:
+    """Raise ArtifactError for a sample that is there twice in a mode: it would count twice."""
+    counts = Counter((row["id"], row["mode"]) for row in samples)
+    twice = [f"{key}/{mode}" for (key, mode), n in counts.items() if n > 1]
+    if twice:
+        raise ArtifactError(f"{path} has more than one record of {', '.join(twice[:8])}; {redo}")
 
 
 def _groups(samples: list[dict[str, Any]]) -> Iterable[list[dict[str, Any]]]:
@@ -56,25 +76,50 @@ def _groups(samples: list[dict[str, Any]]) -> Iterable[list[dict[str, Any]]]:
     for row in samples:
         groups.setdefault((row["task"], row["mode"]), []).append(row)
     tasks = list(dict.fromkeys(task for task, _ in groups))
-    return [groups[task, mode] for task in tasks for mode in MODES if (task, mode) in groups]
+    return [groups[task, mode] for task in tasks for mode in (*MODES, *BASELINES) if (task, mode) in groups]
 
 
-def _mean(rows: list[dict[str, Any]], key: str, weight: str | None = None) -> float | None:
-    """Mean of the known values, weighted by another column if one is named."""
-    known = [(r[key], r[weight] if weight else 1) for r in rows if r[key] is not None]
-    total = sum(w for _, w in known)
-    return sum(v * w for v, w in known) / total if total else None
+def _origin(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What made the records: weights, size and device, for every row."""
+    model = manifest["model"]
+    return {
+        "model": model["name"],
+        "weights": model["weights"],
+        "size": _size(model["name"], model["weights"], model["parameters"]),
+        "parameters": model["parameters"],
+        "device": manifest["device"],
+    }
 
 
-def _row(job: Job, group: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row of the results: a task in a mode."""
-    first = group[0]
+def _size(name: str, weights: str, parameters: int) -> str:
+    """Whether a model is what its name says: true, tiny, other; unknown for random weights of no shipped option."""
+    options: list[Any] = [OmegaConf.load(path) for path in sorted((config_dir() / "model").glob("*.yaml"))]
+    try:
+        true = parameter_count(next(o for o in options if o.get("name") == name)["architecture"])
+    except (StopIteration, KeyError, TypeError):  # no such option, or one that does not state all sizes
+        return "unknown" if weights == "random" else "true"
+    if abs(parameters - true) <= true // 100:  # vocabularies are padded now and then
+        return "true"
+    return "tiny" if parameters < true / 2 else "other"
+
+
+def _mean(rows: list[dict[str, Any]], key: str) -> float | None:
+    """Mean of the known values."""
+    return tables.mean(r[key] for r in rows)
+
+
+def _row(job: Job, origin: dict[str, Any], group: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row of the results: a task in a mode.
+
+    Times, rates and counts are means over the steps of all samples, each step with the same weight.
+    """
+    first, steps = group[0], _flat(group, "step_records")
 
     def count(match: Callable[[dict[str, Any]], bool]) -> int:
         return sum(map(match, group))
 
     return {
-        "model": job.model_cfg.name,
+        **origin,
         "dsa": job.method.name,
         "benchmark": job.benchmark.name,
         "queries": job.benchmark.queries,
@@ -84,12 +129,12 @@ def _row(job: Job, group: list[dict[str, Any]]) -> dict[str, Any]:
         "delta": _mean(group, "delta"),
         "n": len(group),
         "score": _mean(group, "score"),
-        "ms_per_token": _mean(group, "ms_per_token", "steps"),
-        "hit_rate_dynamic": _mean(group, "hit_rate_dynamic", "steps"),
-        "hit_rate_all": _mean(group, "hit_rate_all", "steps"),
-        "overlap_last": _mean(_flat(group, "step_records"), "overlap_last"),
-        "missed_per_step": _mean(group, "missed_per_step", "steps"),
-        "wasted_per_step": _mean(group, "wasted_per_step", "steps"),
+        "ms_per_token": _mean(steps, "ms"),
+        "hit_rate_dynamic": _mean(steps, "hit_dynamic"),
+        "hit_rate_all": _mean(steps, "hit_all"),
+        "overlap_last": _mean(steps, "overlap_last"),
+        "missed_per_step": _mean(steps, "missed"),
+        "wasted_per_step": _mean(steps, "wasted"),
         "tokens_equal_serial": _mean(group, "tokens_equal_serial"),
         "logits_equal_serial": _mean(group, "logits_equal_serial"),
         "dense_steps": sum(r["dense_steps"] for r in group),
@@ -106,46 +151,72 @@ def _flat(samples: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     return [{"id": s["id"], "task": s["task"], "mode": s["mode"], **r} for s in samples for r in s[key]]
 
 
-def _plots(job: Job, samples: list[dict[str, Any]], folder: Path, inputs: dict[str, str]) -> list[Path]:
+def _plots(
+    job: Job, origin: dict[str, Any], samples: list[dict[str, Any]], folder: Path, inputs: dict[str, str]
+) -> list[Path]:
     """All plots whose records are there."""
     synthetic = ", synthetic queries" if job.benchmark.queries == "synthetic" else ""
-    of = {"model": job.model_cfg.name, "dsa": job.method.name + synthetic}
+    of = {"model": tables.described(origin), "dsa": job.method.name + synthetic}
     steps = _flat(samples, "step_records")
     written = plots.plot_breakdown(steps, folder, **of) + plots.plot_overlap(steps, folder, **of)
-    written += plots.plot_layers(_flat(samples, "layer_records"), folder, **of)
+    layers = [{**r, "steps": s["steps"]} for s in samples for r in _flat([s], "layer_records")]
+    written += plots.plot_layers(layers, folder, **of)
     for stage in ("calibrate", "profile"):
         source = job.folder(stage)
         manifest = source.load()
         if manifest is None:
             log.info("no plots of %s: the stage has not run", stage)
             continue
+        if others := job.refused(source, manifest):
+            log.warning("no plots of %s: it was made by other %s", stage, ", ".join(others))
+            continue
         inputs[stage] = digest(manifest)
         if stage == "calibrate":
             written += plots.plot_hit_rate(Records(source / "samples.jsonl").read(), folder, **of)
         else:
-            written += plots.plot_latency(json.loads((source / "profile.json").read_text(encoding="utf-8")), folder)
+            profile = json.loads((source / "profile.json").read_text(encoding="utf-8"))
+            profile["model"] = tables.described(origin, device=False)  # it names its own
+            written += plots.plot_latency(profile, folder)
     return written
 
 
 def show(folder: StageFolder) -> None:
     """Print the table of a stage that is done."""
-    _show(json.loads((folder / "results.json").read_text(encoding="utf-8")))
+    _show(json.loads((folder / "results.json").read_text(encoding="utf-8")), folder / "results.md")
 
 
-def _show(results: dict[str, Any]) -> None:
+def _show(results: dict[str, Any], whole: Path) -> None:
     from rich.console import Console
 
-    console = Console()
-    if console.width < tables.CONSOLE_WIDTH and not console.is_terminal:
-        console = Console(width=tables.CONSOLE_WIDTH)
-    console.print(tables.console(results["rows"]))
-    for remark in _remarks(results):
-        console.print(remark, style="dim", end="")
+    console = Console(highlight=False)
+    width = console.width
+    if not console.is_terminal and "COLUMNS" not in os.environ:  # a file or a pipe, for which rich assumes 80
+        width = max(width, tables.CONSOLE_WIDTH)
+    console.print(tables.console(results["rows"], width, str(whole), _remarks(results)), soft_wrap=True)
 
 
 def _remarks(results: dict[str, Any]) -> list[str]:
-    """What a reader of the times must know."""
-    return [_ON_CPU] if results.get("device") == "cpu" else []
+    """What a reader of the numbers must know."""
+    rows = results["rows"]
+    known = (
+        (_RANDOM, any(r.get("weights") == "random" for r in rows)),
+        (_NOT_TRUE_SIZE, any(r.get("size", "true") != "true" for r in rows)),
+        (_ON_CPU, results.get("device") == "cpu"),
+    )
+    return [remark for remark, holds in known if holds]
+
+
+def _refuse_unmeasured(rows: list[dict[str, Any]]) -> None:
+    """Without a single decode step there is nothing that a mode could differ in.
+
+    Raises:
+        PrrError: the tables are written, the stage is not done.
+    """
+    if not any(r["steps"] for r in rows):
+        raise PrrError(
+            "no decode step was measured: every answer ended at its first token, which is the prefill's. Take another "
+            "benchmark or model, or benchmark=text benchmark.path=<a text file>, which goes on after the end token"
+        )
 
 
 def _refuse_dense(job: Job, rows: list[dict[str, Any]]) -> None:

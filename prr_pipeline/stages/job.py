@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every stage gets: the options as objects, and the model and samples, made at first use."""
 
+import gc
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,22 +13,28 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from prr_pipeline.artifacts import StageFolder, digest, resolved
+from prr_pipeline import provenance
+from prr_pipeline.artifacts import SOURCE, StageFolder, canonical_modes, digest, file_digest, resolved
 from prr_pipeline.benchmarks.base import Benchmark, Sample
 from prr_pipeline.benchmarks.locality import Locality
-from prr_pipeline.config import MODES, ModelConfig, RuntimeConfig
+from prr_pipeline.config import BASELINES, STAGES, ModelConfig, RuntimeConfig
 from prr_pipeline.dsa.base import SparseMethod
-from prr_pipeline.errors import ConfigError
-from prr_pipeline.models import load
+from prr_pipeline.errors import ArtifactError, ConfigError, PrrError
+from prr_pipeline.models import files, load
 from prr_pipeline.models.tokenizer import encode_prompt
-from prr_pipeline.prr import synthetic
+from prr_pipeline.prr import baselines, synthetic
 from prr_pipeline.prr.budget import BudgetPolicy
 from prr_pipeline.prr.engine import Engine, Prefilled
+from prr_pipeline.prr.graphs import GraphEngine, GraphOptions
 from prr_pipeline.prr.predictor import EmaPredictor
 
 log = logging.getLogger(__name__)
 
 _KEEP_BYTES = 1 << 30  # of prefilled prompts, between stages
+_READS = {"calibrate": ("benchmark", "model"), "profile": ("model",), "decode": ("benchmark", "model"), "evaluate": ()}
+
+
+_loaded: dict[tuple[str, str, int], load.LoadedModel] = {}  # one: jobs of a sweep often share it, compiled as it is
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Job:
         self.root = Path(cfg.output).absolute() / cfg.experiment / digest(self.config)[:12]
         self._prefilled: dict[str, Prefilled] = {}
         self._kept_bytes = 0
+        self._drifts: dict[int, float] = {}
 
     @cached_property
     def device(self) -> str:
@@ -67,18 +75,40 @@ class Job:
     @property
     def modes(self) -> list[str]:
         """Modes to decode, in canonical order; serial is always among them."""
-        return [m for m in MODES if m in self.runtime.modes or m == "serial"]
+        return canonical_modes(self.runtime.modes)
+
+    @property
+    def baselines(self) -> list[str]:
+        """Baselines to time after the modes, those left out that cannot run here."""
+        wanted = [b for b in BASELINES if b in self.runtime.baselines]
+        return [b for b in wanted if baselines.missing(b) is None]
+
+    def _check_baselines(self) -> None:
+        if self.runtime.baselines and self.runs_model and self.device != "cuda":
+            raise ConfigError(
+                f"runtime.baselines = {self.runtime.baselines} are timed on a GPU, and the job runs on {self.device}"
+            )
+        if "paper_serial" in self.runtime.baselines and not isinstance(self.benchmark, Locality):
+            raise ConfigError(
+                "runtime.baselines: paper_serial attends to whole blocks, also to what is not there yet; it is for "
+                "times on synthetic queries (benchmark=locality)"
+            )
+        for name in self.runtime.baselines:
+            if why := baselines.missing(name):
+                log.warning("baseline %s is left out: %s", name, why)
 
     def check(self) -> None:
         """Everything that can be known to fail before any work."""
         for option in (self.method, self.benchmark, self.predictor, self.budget, self.tracker):
             option.check()
         self._check_selects()
+        self._check_contexts()
+        self._check_baselines()
         stages = list(self.cfg.stages)
         for stage in stages:
             for source in self.needs(stage):
                 if source not in stages:
-                    self.folder(source).require(stage)
+                    self.require(source, stage)
         if self.runs_model:
             load.check(self.model_cfg, self.device)
 
@@ -105,9 +135,7 @@ class Job:
                 f"dsa.dense_layers = {self.method.dense_layers}, and model {self.model_cfg.name} has {layers} layers: "
                 "everything would be dense. Lower dsa.dense_layers"
             )
-        length = getattr(self.benchmark, "length", None)
-        if length is None:
-            return
+        length = self.benchmark.length or self.model_cfg.max_context
         if length > self.model_cfg.max_context:
             raise ConfigError(
                 f"benchmark.length = {length} tokens, but model {self.model_cfg.name} goes to "
@@ -122,32 +150,112 @@ class Job:
                 "dsa.top_k"
             )
 
+    def _check_contexts(self) -> None:
+        """A profile of a context that the job cannot have, or at which nothing selects, says nothing."""
+        most = self.model_cfg.max_context
+        for context in self.runtime.profile_contexts:
+            if not 0 < context <= most:
+                raise ConfigError(
+                    f"runtime.profile_contexts has {context}, expected tokens from 1 to the {most} of model "
+                    f"{self.model_cfg.name}"
+                )
+            if not self.method.selects(self.method.dense_layers, context):
+                raise ConfigError(
+                    f"runtime.profile_contexts has {context} tokens, but dsa={self.method.name} selects only beyond "
+                    f"{max(self.method.budget_tokens, self.method.dense_len)}"
+                )
+
+    @cached_property
+    def input_files(self) -> dict[str, str]:
+        """Digests of the files that samples and weights are read from, by the key that names them, as they are now.
+
+        Weights of the hub are not among them (model.revision pins them), nor random ones (the seed makes them). What is
+        not here is left out: evaluate alone needs no weights.
+        """
+        found = {f"benchmark.{key}": file_digest(path) for key, path in self.benchmark.files().items()}
+        cfg = self.model_cfg
+        if cfg.weights == "local" and cfg.path and Path(cfg.path).expanduser().is_dir():
+            paths = [p for p in sorted(Path(cfg.path).expanduser().iterdir()) if p.is_file()]
+            found["model.path"] = provenance.digest_weights(paths)
+        elif cfg.weights == "gguf":
+            try:
+                of_package = cfg.path is None
+                found["model." + ("package" if of_package else "path")] = provenance.digest_weights(
+                    [files.gguf_file(cfg)], times=not of_package
+                )
+            except PrrError as error:
+                log.debug("weights are not compared: %s", error)
+        return found
+
     def folder(self, stage: str) -> StageFolder:
-        """Where a stage's output is."""
-        return StageFolder(self.root / stage, stage, self.config)
+        """Where a stage's output is, and what it is made of."""
+        read = {k: v for k, v in self.input_files.items() if k.split(".")[0] in _READS[stage]}
+        return StageFolder(
+            self.root / stage, stage, self.config, provenance.source(), read, self.cfg.allow_other_source
+        )
+
+    def differing(self, folder: StageFolder, manifest: dict[str, Any]) -> list[str]:
+        """What a stage's output was made of that is another now: source, keys of files, stages and what theirs is of.
+
+        A stage whose output is gone is not compared: the records that were made of it stand.
+        """
+        found = folder.differing(manifest)
+        for stage, expected in manifest["inputs"].items():
+            above = self.folder(stage)
+            now = above.load()
+            if now is None:
+                continue
+            if digest(now) != expected:
+                found.append(stage)
+            found += [f"{key} of {stage}" for key in self.differing(above, now) if key not in found]
+        return found
+
+    def refused(self, folder: StageFolder, manifest: dict[str, Any]) -> list[str]:
+        """As differing, without what `allow_other_source` allows."""
+        found = self.differing(folder, manifest)
+        return [k for k in found if not (self.cfg.allow_other_source and k.split(" ")[0] == SOURCE)]
+
+    def require(self, stage: str, by: str) -> dict[str, Any]:
+        """The manifest of a stage that another one reads, if it is made of what there is now.
+
+        Raises:
+            ArtifactError: it is not there, or made of something else.
+        """
+        folder = self.folder(stage)
+        manifest = folder.require(by)
+        others = self.refused(folder, manifest)
+        if others:
+            wanted = {*self.needs(stage), stage, by}
+            redo = f"redo it: stages=[{','.join(s for s in STAGES if s in wanted)}]"
+            if all(k.split(" ")[0] == SOURCE for k in others):
+                redo += ", or take it as it is: allow_other_source=true"
+            raise ArtifactError(
+                f"stage {by} needs {folder.path}, which was made by other inputs than there are now; these differ: "
+                f"{', '.join(others)}; {redo}"
+            )
+        return manifest
 
     @cached_property
     def loaded(self) -> load.LoadedModel:
-        """The model, its tokenizer and shape."""
-        loaded = load.load(self.model_cfg, self.device, self.cfg.seed)
-        d = loaded.description
-        log.info("loaded: %s", ", ".join(f"{k} {v}" for k, v in d.items()))
-        return loaded
+        """The model, its tokenizer and shape; the one of the job before in this process, if it is the same."""
+        key = (repr(self.model_cfg), self.device, self.cfg.seed)
+        if key not in _loaded:
+            _loaded.clear()
+            gc.collect()  # what a job leaves behind refers to itself
+            loaded = load.load(self.model_cfg, self.device, self.cfg.seed)
+            log.info("loaded: %s", ", ".join(f"{k} {v}" for k, v in loaded.description.items()))
+            _loaded[key] = loaded
+        return _loaded[key]
 
     @cached_property
     def engine(self) -> Engine:
-        """The decode engine of this model and method."""
+        """The decode engine of this model and method; on a GPU one that replays CUDA graphs."""
         shape = self.loaded.shape
-        return Engine(
-            self.loaded.model,
-            self.method,
-            shape.layers,
-            shape.kv_heads,
-            shape.head_dim,
-            self.runtime.prefill_chunk,
-            self.predictor.window,
-            self.runtime.step_threads,
-        )
+        sizes = (shape.layers, shape.kv_heads, shape.head_dim, self.runtime.prefill_chunk, self.predictor.window)
+        if self.device == "cuda":
+            how = GraphOptions(self.runtime.burst, self.runtime.compile)
+            return GraphEngine(self.loaded.model, self.method, *sizes, how=how)
+        return Engine(self.loaded.model, self.method, *sizes, self.runtime.step_threads)
 
     def prompts(self) -> Iterator[Prompt]:
         """The benchmark's samples for this model's tokenizer, in their order."""
@@ -156,7 +264,13 @@ class Job:
         def encode(prompt: str, prefix: str) -> list[int]:
             return encode_prompt(tokenizer, prompt, prefix, chat)
 
+        seen: set[str] = set()
         for sample in self.benchmark.samples(lambda p, a: len(encode(p, a)), self.cfg.seed):
+            if sample.id in seen:
+                raise ConfigError(
+                    f"benchmark={self.benchmark.name} has two samples of the id {sample.id}; ids are unique"
+                )
+            seen.add(sample.id)
             ids = encode(sample.prompt, sample.answer_prefix)
             if len(ids) + sample.max_new_tokens > self.model_cfg.max_context:
                 raise ConfigError(
@@ -173,7 +287,7 @@ class Job:
         key = prompt.sample.id
         if key not in self._prefilled:
             start = self._prefill(prompt)
-            if self._kept_bytes + start.nbytes > _KEEP_BYTES:
+            if not self.engine.copies or self._kept_bytes + start.nbytes > _KEEP_BYTES:
                 return start
             self._kept_bytes += start.nbytes
             self._prefilled[key] = start
@@ -183,9 +297,31 @@ class Job:
         room, b = prompt.sample.max_new_tokens, self.benchmark
         if not isinstance(b, Locality):
             return self.engine.prefill(prompt.ids, room)
+        drift = self.drift(b.length)
         return synthetic.prefill(
-            self.engine, b.length - room, room, b.drift, b.block_weight, self.cfg.seed, prompt.sample.id
+            self.engine, b.length - room, room, drift, b.block_weight, self.cfg.seed, prompt.sample.id
         )
+
+    def drift(self, context: int) -> float:
+        """Of synthetic queries at that many tokens: the configured one, or what gives the overlap that is asked for."""
+        b, shape = self.benchmark, self.loaded.shape
+        if not isinstance(b, Locality):
+            return Locality.drift
+        if b.overlap is None:
+            return b.drift
+        if context not in self._drifts:
+            sizes = (shape.q_heads, shape.kv_heads, shape.head_dim, context, b.block_weight)
+            where = (self.engine.dtype, self.engine.device, self.cfg.seed)
+            self._drifts[context] = synthetic.drift_for(b.overlap, self.method, *sizes, *where)
+            log.info("drift %.3f for an overlap of %.2f at %d tokens", self._drifts[context], b.overlap, context)
+        return self._drifts[context]
+
+    def close(self) -> None:
+        """Give the caches back; the model stays for a next job."""
+        self._prefilled.clear()
+        engine = self.__dict__.get("engine")
+        if isinstance(engine, GraphEngine):
+            engine.release()
 
     def device_name(self) -> str:
         """For manifests."""

@@ -2,7 +2,8 @@
 """Stage profile: how long selection and speculative attention take by context and delta, and where a step's time goes.
 
 It runs the ops of a decode step on random caches of the model's shape, and the model itself with attention left out.
-What it finds holds for this model, method and machine.
+What it finds holds for this model, method and machine. On a CPU the parts run one after the other; what a GPU does is
+measured by prr_pipeline.stages.profile_gpu.
 """
 
 import logging
@@ -21,7 +22,9 @@ from prr_pipeline.models.attention import attached, attention_modules, forward
 from prr_pipeline.models.cache import KVCache
 from prr_pipeline.prr.budget import DELTAS, Profiled, width
 from prr_pipeline.prr.engine import threads
+from prr_pipeline.prr.graphs import GraphEngine
 from prr_pipeline.prr.predictor import LAST_SCORES, PredictorState
+from prr_pipeline.stages import profile_gpu
 from prr_pipeline.stages.job import Job
 from prr_pipeline.tracking.progress import Progress
 
@@ -36,17 +39,17 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
 
 def _profile(job: Job, folder: StageFolder, run: Any) -> None:
     contexts = _contexts(job)
+    deltas = sorted({*DELTAS, *getattr(job.budget, "deltas", [])} - {0})
+    on_gpu = job.device == "cuda"
+    if isinstance(job.engine, GraphEngine):
+        job.engine.release()  # its cache may be most of the memory
     rows, breakdown = [], []
-    linear = _linear_parts(job)
     with Progress("profile", len(contexts), unit="context") as bar:
+        linear = profile_gpu.linear_parts(job) if on_gpu else _linear_parts(job)
         for context in contexts:
-            times = _LayerTimes(job, context)
-            deltas = sorted({*DELTAS, *getattr(job.budget, "deltas", [])} - {0})
-            select = times.select()
-            attend = {d: times.attend(width(d, job.method.top_k)) for d in deltas}
-            rows += [{"context": context, "delta": d, "select_us": select, "attend_us": t} for d, t in attend.items()]
-            parts = {"select_us": select, "attend_us": times.attend(job.method.top_k), **times.rest()}
-            breakdown.append({"context": context, **parts, **linear})
+            found, parts = (profile_gpu.measure if on_gpu else _measure)(job, context, deltas)
+            rows += found
+            breakdown.append({**parts, **linear})
             bar.update()
     policy = job.budget if isinstance(job.budget, Profiled) else Profiled()
     policy.fit(rows)
@@ -54,11 +57,12 @@ def _profile(job: Job, folder: StageFolder, run: Any) -> None:
         "model": job.model_cfg.name,
         "dsa": job.method.name,
         "device": job.device_name(),
-        "overlap": job.device == "cuda",  # whether the two sides of a step can run at once
+        "overlap": on_gpu,  # whether the two sides of a step ran at once, and rows say how long that took
         "rows": rows,
         "breakdown": breakdown,
         "regression": policy.regression(),
         "safe_delta": [{"context": c, "delta": policy.ratio(c)} for c in contexts],
+        **({"ceiling_tbs": profile_gpu.ceiling_tbs()} if on_gpu else {}),
     }
     write_json(folder / "profile.json", profile)
     for row in rows:
@@ -66,26 +70,35 @@ def _profile(job: Job, folder: StageFolder, run: Any) -> None:
     folder.finish(job.device_name(), {}, [folder / "profile.json"], {})
 
 
+def _measure(job: Job, context: int, deltas: list[float]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Rows of one context by delta, and its breakdown; us a layer, one part after the other."""
+    times = _LayerTimes(job, context)
+    select = times.select()
+    rows = [
+        {"context": context, "delta": d, "select_us": select, "attend_us": times.attend(width(d, job.method.top_k))}
+        for d in deltas
+    ]
+    parts = {"select_us": select, "attend_us": times.attend(job.method.top_k), **times.rest()}
+    return rows, {"context": context, **parts}
+
+
 def _contexts(job: Job) -> list[int]:
-    """Those of the config, or a quarter, half and all of the benchmark's length, at which the method selects."""
-    length = getattr(job.benchmark, "length", job.model_cfg.max_context)
-    wanted = sorted(job.runtime.profile_contexts or {length // 4, length // 2, length})
-    return [c for c in wanted if job.method.selects(job.method.dense_layers, c)] or [job.model_cfg.max_context]
+    """Those of the config, or of a quarter, half and all of the benchmark's length where the method selects."""
+    if job.runtime.profile_contexts:  # checked by the job
+        return sorted(set(job.runtime.profile_contexts))
+    length = job.benchmark.length or job.model_cfg.max_context
+    wanted = {length // 4, length // 2, length}
+    if job.device == "cuda":  # cheap there: 4K, 8K, ... up to what the model takes, at most 1M
+        wanted |= {1 << n for n in range(12, 21) if 1 << n <= job.model_cfg.max_context}
+    return [c for c in sorted(wanted) if job.method.selects(job.method.dense_layers, c)]
 
 
-def _microseconds(body: Callable[[], object], repeats: int, device: str) -> float:
+def _microseconds(body: Callable[[], object], repeats: int) -> float:
     """Median wall time of a call."""
-
-    def sync() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
     times = []
     for i in range(repeats + 1):
-        sync()
         start = time.perf_counter()
         body()
-        sync()
         if i:  # the first one warms up
             times.append((time.perf_counter() - start) * 1e6)
     return statistics.median(times)
@@ -96,7 +109,7 @@ class _LayerTimes:
 
     def __init__(self, job: Job, context: int):
         engine, self.method = job.engine, job.method
-        self.repeats, self.device = job.runtime.profile_repeats, job.device
+        self.repeats = job.runtime.profile_repeats
         shape = job.loaded.shape
         gen = torch.Generator(engine.device).manual_seed(job.cfg.seed + context)
 
@@ -116,7 +129,7 @@ class _LayerTimes:
         self.rule = (self.method.block_size, self.method.top_k, self.method.sink, self.method.local)
 
     def _time(self, body: Callable[[], object]) -> float:
-        return round(_microseconds(body, self.repeats, self.device), 3)
+        return round(_microseconds(body, self.repeats), 3)
 
     def _choose(self, predicted: Tensor | None = None) -> ck.Selection:
         self.method.score(self.q, self.at.meta, self.lens, self.scale, self.scores)
@@ -162,14 +175,12 @@ def _linear_parts(job: Job) -> dict[str, float]:
 
     def after(part: str) -> Callable[..., None]:
         def hook(*_: object) -> None:
-            if engine.device.type == "cuda":
-                torch.cuda.synchronize()
             spent[part] += time.perf_counter() - started[part]
 
         return hook
 
     def stub(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return q.transpose(1, 2)
+        return q.transpose(1, 2).clone()
 
     parts: list[tuple[str, nn.Module]] = [("attention", m) for m in attention_modules(model)]
     head = model.get_output_embeddings()

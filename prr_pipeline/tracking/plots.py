@@ -161,6 +161,8 @@ def overlap_figure(steps: Sequence[Record], model: str, dsa: str) -> Figure | No
     Means over the samples and a band; a panel a task, or one in all where there are more than four.
     The A before is that of prr, or of serial where prr was not run. Each line ends at the last step
     that at least half of its samples reached; of a long decode, a point is the mean of some steps.
+    The mean that is written is the results table's: over all steps of all samples, those after the
+    line's end too, each step with the same weight.
     """
     group = 1 + max((step["step"] for step in steps), default=0) // MAX_POINTS
     steps = [{**step, "step": step["step"] // group * group} for step in steps]
@@ -179,9 +181,10 @@ def overlap_figure(steps: Sequence[Record], model: str, dsa: str) -> Figure | No
     for axes, task in zip(all_axes, panels, strict=True):
         for index, (label, column, records, colour) in enumerate(curves):
             own = [record for record in records if task in ("", record["task"])]
-            mean = _line(axes, own, "step", column, label=label, color=colour)
-            if mean is not None:
-                text = axes.text(0.98, 0.10 - 0.07 * index, f"mean {mean:.1f} %", transform=axes.transAxes)
+            _line(axes, own, "step", column, label=label, color=colour)
+            if values := _values(own, column):
+                mean = f"mean of all steps {100 * np.mean(values):.1f} %"
+                text = axes.text(0.98, 0.10 - 0.07 * index, mean, transform=axes.transAxes)
                 text.set(color=colour, ha="right", fontsize=9.5)
         if task:
             axes.set_title(task, loc="left", fontsize=10)
@@ -189,6 +192,7 @@ def overlap_figure(steps: Sequence[Record], model: str, dsa: str) -> Figure | No
         axes.margins(x=0)
     all_axes[0].set_ylabel("overlap of dynamic blocks, %")
     low = all_axes[0].get_ylim()[0]
+    all_axes[0].set_yticks([tick for tick in all_axes[0].get_yticks() if 0 <= tick <= 100])
     all_axes[0].set_ylim(low - 0.22 * (101 - low), 101)  # room for the means under the lines
     _legend(figure, all_axes[0], _BAND_NOTE + f"; a point: {group} steps" * (group > 1))
     return figure
@@ -226,21 +230,27 @@ def hit_rate_figure(samples: Sequence[Record], model: str, dsa: str) -> Figure |
 
 @rc_context(STYLE)
 def layers_figure(layers: Sequence[Record], model: str, dsa: str) -> Figure | None:
-    """Draw the missed and the wasted blocks of each layer, prr beside reuse_repair."""
-    modes = {"reuse_repair": ORANGE, "prr": BLUE}
-    own = [record for record in layers if record["mode"] in modes]
-    if not _values(own, "missed"):
+    """Draw the missed and the wasted blocks of each layer, prr beside reuse_repair.
+
+    A record counts as often as it has steps. A mode that predicted nothing has no bars; the subtitle says so.
+    """
+    colours = {"reuse_repair": ORANGE, "prr": BLUE}
+    modes = {mode: [record for record in layers if record["mode"] == mode] for mode in colours}
+    shown = {mode: own for mode, own in modes.items() if _values(own, "missed")}
+    if not shown:
         return None
     title = "Missed blocks (to repair) and wasted blocks, by layer"
-    figure, all_axes = _figure(title, _of(model, dsa, own), rows=2)
-    shown = [mode for mode in modes if any(record["mode"] == mode for record in own)]
+    idle = "".join(f", {mode} predicted nothing" for mode, own in modes.items() if own and mode not in shown)
+    figure, all_axes = _figure(title, _of(model, dsa, [r for own in shown.values() for r in own]) + idle, rows=2)
     width = 0.84 / len(shown)
     for axes, name in zip(all_axes, ("missed", "wasted"), strict=True):
-        for index, mode in enumerate(shown):
-            layer, mean, *_ = _means([r for r in own if r["mode"] == mode], "layer", name)
+        for index, (mode, own) in enumerate(shown.items()):
+            by_layer = {layer: [r for r in own if r["layer"] == layer] for layer in sorted({r["layer"] for r in own})}
+            means = {layer: mean for layer, r in by_layer.items() if (mean := _weighted(r, name)) is not None}
             shift = (index - (len(shown) - 1) / 2) * width
-            total = f"{mode} (mean {mean.mean():.2f})"
-            axes.bar(layer + shift, mean, width, color=modes[mode], label=total)
+            total = f"{mode} (mean {_weighted(own, name):.2f})"
+            axes.bar(np.array(list(means)) + shift, list(means.values()), width, color=colours[mode], label=total)
+        axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
         axes.set_ylabel(f"{name} blocks\nper KV head and step")
         axes.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 0.98), fontsize=9)
         axes.margins(x=0.01)
@@ -328,15 +338,14 @@ def _legend(figure: Figure, axes: Axes, note: str | None = None) -> None:
     figure.legend(handles=handles, labels=labels, loc="outside lower center", ncols=6, **style)
 
 
-def _line(axes: Axes, records: Sequence[Record], by: str, column: str, **style: Any) -> float | None:
-    """Draw a column's mean (a fraction, drawn in percent) against `by`, and its band; returns the mean of the line."""
+def _line(axes: Axes, records: Sequence[Record], by: str, column: str, **style: Any) -> None:
+    """Draw a column's mean (a fraction, drawn in percent) against `by`, and its band."""
     at, *bands = _means(records, by, column, least=0.5)
     if not len(at):
-        return None
+        return
     mean, low, high = (100 * band for band in bands)
     axes.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
     axes.plot(at, mean, linewidth=1.8, markersize=5, **style)
-    return float(mean.mean())
 
 
 def _note(axes: Axes, text: str, at: tuple[float, float], by: tuple[float, float], **kw: Any) -> None:
@@ -376,6 +385,12 @@ def _values(records: Iterable[Record], column: str) -> list[float]:
     """Return the known numbers of a column."""
     values = [record.get(column) for record in records]
     return [value for value in values if value is not None and np.isfinite(value)]
+
+
+def _weighted(records: Iterable[Record], column: str) -> float | None:
+    """Return the mean of a column's known numbers, weighted by the steps of each record."""
+    known = [(record, value) for record in records for value in _values([record], column)]
+    return float(np.average([v for _, v in known], weights=[r["steps"] for r, _ in known])) if known else None
 
 
 def _means(

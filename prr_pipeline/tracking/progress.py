@@ -18,7 +18,7 @@ class Progress:
     """Counts finished units (samples) and what is known of their tokens; a context manager.
 
     On a terminal it is a bar, beside which log lines stay whole. Without one it logs a line at most
-    every 30 seconds, and one at the end. With TQDM_DISABLE=1 it is silent.
+    every 30 seconds, and one when it ends. With TQDM_DISABLE=1 it is silent.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(self._figures()), refresh=not units)
             self._bar.update(units)
-        elif self._show and time.monotonic() - self._logged >= EVERY_S:
+        elif self._show and self._done < self._total and time.monotonic() - self._logged >= EVERY_S:
             self._log([f"{self._left()} left"] if self._done > self._resumed else [])
 
     def __exit__(

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finished jobs -> a W&B report to review: their tables as text, and panels over their runs.
+"""Finished jobs -> one table, or a W&B report to review: their tables as text, and panels over their runs.
 
+    python -m prr_pipeline.tracking.report runs/smollm2_quest/* --table
     python -m prr_pipeline.tracking.report runs/smollm2_quest/<hash> [more jobs ...] --entity ME
 
-The runs must have been uploaded (`wandb sync`, or tracker.mode=online). The tables come from the jobs' own files, so
-that the report says what they say. --dry-run needs no login. Needs the extra `reports` (wandb-workspaces).
+--table prints one Markdown table over all jobs, as of a sweep, and what differs between them; nothing is sent. For a
+report the runs must have been uploaded (`wandb sync`, or tracker.mode=online). Its tables come from the jobs' own
+files, so that it says what they say. --dry-run needs no login. Needs the extra `reports` (wandb-workspaces).
 """
 
 import argparse
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from prr_pipeline.errors import MissingInput, PrrError
+from prr_pipeline.tracking import tables
 
 _METRICS = ("score", "ms_per_token")
 
@@ -40,6 +43,27 @@ def load_job(folder: Path) -> dict[str, Any]:
         "rows": results["rows"],
         "tables": [p.read_text(encoding="utf-8") for p in texts if p.is_file()],
     }
+
+
+def joint(jobs: Sequence[dict[str, Any]]) -> str:
+    """One table over all jobs, after a list of them with the options in which they differ."""
+    options = [_leaves(job["config"]) for job in jobs]
+    differ = [key for key in dict.fromkeys(k for o in options for k in o) if len({o.get(key) for o in options}) > 1]
+    lines = []
+    for number, (job, own) in enumerate(zip(jobs, options, strict=True), 1):
+        what = [f"{key}={own[key]}" for key in differ if key in own]
+        lines.append(
+            f"- job {number}: {job['group']}: {tables.pair_label(job['rows'][0])}{''.join(f', {w}' for w in what)}"
+        )
+    table = tables.joint({str(number): job["rows"] for number, job in enumerate(jobs, 1)})
+    return "\n".join(lines) + f"\n\n{table}"
+
+
+def _leaves(config: Any, at: str = "") -> dict[str, str]:
+    """Values of a nested configuration as text, by their paths."""
+    if not isinstance(config, dict):
+        return {at: json.dumps(config)}
+    return {k: v for key, value in config.items() for k, v in _leaves(value, f"{at}.{key}" if at else key).items()}
 
 
 def build(jobs: Sequence[dict[str, Any]], project: str, entity: str, title: str) -> Any:
@@ -84,6 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m prr_pipeline.tracking.report", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("jobs", nargs="+", type=Path, help="folders runs/<experiment>/<hash> with a finished evaluate")
+    parser.add_argument("--table", action="store_true", help="print one table over the jobs; no W&B")
     parser.add_argument("--project", default="prr_pipeline")
     parser.add_argument("--entity", default="", help="W&B user or team; yours when left out")
     parser.add_argument("--title", default="Predict-Reuse-Repair")
@@ -92,7 +117,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        report = build([load_job(folder) for folder in args.jobs], args.project, args.entity, args.title)
+        jobs = [load_job(folder) for folder in args.jobs]
+        if args.table:
+            print(joint(jobs))
+            return 0
+        report = build(jobs, args.project, args.entity, args.title)
     except PrrError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results as tables: CSV for programs, Markdown and a console table for people, and the paper's.
+"""Results as tables: CSV for programs, Markdown and a console table for people.
 
 A row is one (model, method, benchmark, task, mode) of `results.json`; scores, rates and shares are
 fractions in it and percentages in the tables. What is unknown is "-" (an empty field in the CSV).
@@ -8,26 +8,31 @@ fractions in it and percentages in the tables. What is unknown is "-" (an empty 
 import csv
 import math
 import os
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prr_pipeline.config import MODES
-from prr_pipeline.tracking import paper
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.text import Text
 
 Row = Mapping[str, Any]
 
 COLUMNS = (
-    *("model", "dsa", "benchmark", "queries", "task", "mode", "repair", "delta", "n", "score"),
+    *("model", "weights", "size", "parameters", "device"),
+    *("dsa", "benchmark", "queries", "task", "mode", "repair", "delta", "n", "score"),
     *("ms_per_token", "speedup", "hit_rate_dynamic", "hit_rate_all", "overlap_last", "missed_per_step"),
     *("wasted_per_step", "tokens_equal_serial", "logits_equal_serial", "dense_steps", "steps"),
     *("truncated", "nulls", "budget_tokens", "seed"),
 )
-TASK = ("model", "dsa", "benchmark", "queries", "task", "budget_tokens", "seed")
-CONSOLE_WIDTH = 114  # columns that the console table needs with the longest task names
+TASK = (
+    *("model", "weights", "size", "parameters", "device"),
+    *("dsa", "benchmark", "queries", "task", "budget_tokens", "seed"),
+)
+SIZES = {"tiny": "tiny", "other": "of another size", "unknown": "of unknown size"}  # but for the true one
+CONSOLE_WIDTH = 114  # columns that the whole console table needs
 SPECULATIVE = ("reuse", "reuse_repair", "prr")
 
 LEGEND = (
@@ -38,20 +43,27 @@ LEGEND = (
     " to repair. wasted: blocks of P outside A. Both a step, layer and KV head.",
     "= serial: samples with the same tokens/with bit-equal logits. dense/all steps: steps in which"
     " no layer selected, of all steps. -: does not apply or was not measured.",
+    "Means are over all decode steps of all samples, each step with the same weight, where the value is known;"
+    " score and = serial are over samples.",
+)
+_SHORT = (
+    "dense: all blocks. serial: select, then attend. reuse, reuse_repair: attend the last A while selecting."
+    " prr: attend a forecast. hit: share of A that was predicted, of dynamic/of all blocks. = serial: samples"
+    " with the same tokens/logits."
 )
 
 
 def with_speedup(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Add `speedup` (ms per token of serial over the row's own), None where either is unknown.
 
-    The serial row is that of the same task, token budget and seed; the mean of several, if a sweep
-    measured it more than once.
+    The serial row is that of the same task, model, weights, device, token budget and seed; the mean of
+    several, if a sweep measured it more than once.
     """
     listed = [dict(row) for row in rows]
     for group in _groups(listed):
-        serial = _mean(row.get("ms_per_token") for row in group if row["mode"] == "serial")
+        serial = mean(row.get("ms_per_token") for row in group if row["mode"] == "serial")
         for row in group:
-            own = _number(row.get("ms_per_token"))
+            own = number(row.get("ms_per_token"))
             row["speedup"] = serial / own if serial and own else None
     return listed
 
@@ -75,49 +87,121 @@ def to_markdown(rows: Iterable[Row]) -> str:
     parts = []
     heading = ""
     for group in _groups(with_speedup(rows)):
-        if (pair := _pair(group[0])) != heading:
+        if (pair := pair_label(group[0])) != heading:
             heading = pair
             parts.append(f"## {pair}")
         notes = _Notes()
         parts += [f"### {notes.mark(_title(group[0]), _task_notes(group))}", _setting(group[0])]
-        body = [[notes.mark(_mode(row), _mode_notes(row)), *_cells(row)] for row in group]
-        parts += [_grid(["mode", *map(" ".join, _HEADS)], body), *notes.lines()]
+        body = [[notes.mark(mode_label(row), _mode_notes(row)), *_cells(row)] for row in group]
+        parts += [grid(["mode", *map(" ".join, _HEADS)], body), *notes.lines()]
     return "\n\n".join([*parts, "---", *LEGEND] if parts else ["No results."]) + "\n"
 
 
-def console(rows: Iterable[Row]) -> "Table":
-    """Return the Markdown's content as one rich table.
+def joint(jobs: Mapping[str, Iterable[Row]]) -> str:
+    """Return one table over several jobs, by task, mode and job; a speed-up is over the serial of the same job.
 
-    Cells are cut on a narrower console than CONSOLE_WIDTH; give one of that width where the output
-    is not a terminal (rich takes 80 columns there).
+    Args:
+        jobs: rows of `results.json`, by a short name of the job.
     """
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
+    named = [(name, row) for name, rows in jobs.items() for row in with_speedup(rows)]
+    order = list(dict.fromkeys(_title(row) for _, row in named))
+    named.sort(key=lambda one: (order.index(_title(one[1])), _order(one[1])[0]))  # jobs stay in their order
     notes = _Notes()
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), caption_justify="left")
-    table.add_column("", no_wrap=True)
-    for head in _HEADS:
-        table.add_column("\n".join(head), justify="right", no_wrap=True)
+    body = [[_title(r), notes.mark(mode_label(r), _mode_notes(r)), name, *_cells(r)] for name, r in named]
+    return "\n\n".join([grid(["task", "mode", "job", *map(" ".join, _HEADS)], body), *notes.lines()]) + "\n"
+
+
+def console(
+    rows: Iterable[Row], width: int = CONSOLE_WIDTH, whole: str = "results.md", remarks: Iterable[str] = ()
+) -> "Text":
+    """Return the Markdown's content as text of at most that many columns; print it with soft_wrap=True.
+
+    Where the columns of the table do not fit, some are dropped, those that say least first; the text then names them.
+
+    Args:
+        rows: of `results.json`.
+        width: of the terminal.
+        whole: where the whole table is, for the last line; the only one that is never wrapped.
+        remarks: paragraphs for the end.
+    """
+    notes = _Notes()
+    lines: list[tuple[str | list[str], str]] = []  # a heading or cells; style
     heading = ""
     for group in _groups(with_speedup(rows)):
-        if (pair := _pair(group[0])) != heading:
+        if (pair := pair_label(group[0])) != heading:
             heading = pair
-            table.add_row(Text(pair, style="bold cyan"))
-        table.add_row(Text(notes.mark(_title(group[0]), _task_notes(group)), style="bold"))
-        table.add_row(Text(_setting(group[0]), style="dim"))
+            lines.append((pair, "bold cyan"))
+        lines.append((notes.mark(_title(group[0]), _task_notes(group)), "bold"))
+        lines.append((_setting(group[0]), "dim"))
         for row in group:
-            cells = ["  " + notes.mark(_mode(row), _mode_notes(row)), *_cells(row)]
-            style = "green" if row["mode"] == "prr" else ""
-            table.add_row(*(Text(cell, style=style) for cell in cells))
-        table.add_section()
-    caption = Text("\n", style="not italic")
-    for line in notes.lines():
-        caption.append(line + "\n", style="bold red" if _FAULT in line else "")
-    caption.append("\n".join(LEGEND if heading else ["No results."]), style="dim")
-    table.caption = caption
-    return table
+            cells = ["  " + notes.mark(mode_label(row), _mode_notes(row)), *_cells(row)]
+            lines.append((cells, "green" if row["mode"] == "prr" else ""))
+        lines.append(("", ""))
+    heads = [["", *(head[i] for head in _HEADS)] for i in (0, 1)]
+    widths, dropped = _fitted([*heads, *(line for line, _ in lines if isinstance(line, list))], width)
+    return _text(heads, lines, widths, _after(notes, dropped, width, whole, remarks) if heading else [], width)
+
+
+_DROPPED_FIRST = (
+    "dense/all steps",
+    "wasted blocks",
+    "missed blocks",
+    "= serial % tok/logit",
+    "hit % dyn/all",
+    "score %",
+)
+
+
+def _fitted(table: Sequence[Sequence[str]], width: int) -> tuple[dict[int, int], list[str]]:
+    """Return the width of each column that is kept, by its index, and the names of those that are not."""
+    names = ["mode", *map(" ".join, _HEADS)]
+    widths = {i: max(len(row[i]) for row in table) for i in range(len(names))}
+    dropped: list[str] = []
+    for name in _DROPPED_FIRST:
+        if sum(widths.values()) + len(widths) - 1 <= width:
+            break
+        del widths[names.index(name)]
+        dropped.append(name)
+    return widths, dropped
+
+
+def _after(
+    notes: "_Notes", dropped: Sequence[str], width: int, whole: str, remarks: Iterable[str]
+) -> list[tuple[str, str]]:
+    """Return the lines under the table, with their styles."""
+    after = [(line, "bold red" if _FAULT in line else "") for line in notes.lines()]
+    after += [(text, "dim") for text in (_SHORT, *remarks)]
+    if dropped:
+        after.append((f"Not shown in {width} columns: {', '.join(dropped)}.", "bold"))
+    return [*after, (f"Whole table and legend: {whole}", "dim")]
+
+
+def _text(
+    heads: Sequence[Sequence[str]],
+    lines: Sequence[tuple[str | list[str], str]],
+    widths: Mapping[int, int],
+    after: Sequence[tuple[str, str]],
+    width: int,
+) -> "Text":
+    from rich.text import Text
+
+    def cut(cells: Sequence[str]) -> str:
+        return " ".join(cells[i].ljust(w) if i == 0 else cells[i].rjust(w) for i, w in widths.items()).rstrip()
+
+    text = Text()
+    for head in heads:
+        text.append(cut(head) + "\n")
+    text.append("-" * (sum(widths.values()) + len(widths) - 1) + "\n", style="dim")
+    for line, style in lines:
+        text.append((_wrapped(line, width) if isinstance(line, str) else cut(line)) + "\n", style=style)
+    for line, style in after[:-1]:
+        text.append(_wrapped(line, min(width, CONSOLE_WIDTH)) + "\n", style=style)
+    text.append(after[-1][0] if after else "No results.", style="dim")
+    return text
+
+
+def _wrapped(line: str, width: int) -> str:
+    return textwrap.fill(" ".join(line.split()), width, break_long_words=False, break_on_hyphens=False)
 
 
 # ---- one row ----
@@ -139,26 +223,35 @@ def _cells(row: Row) -> list[str]:
     """Return the cells of _HEADS."""
     same = (row.get("tokens_equal_serial"), row.get("logits_equal_serial"))
     return [
-        _percent(row.get("score")),
-        _fixed(row.get("ms_per_token"), 2),
-        _fixed(row.get("speedup"), 2),
-        _both(_percent(row.get("hit_rate_dynamic")), _percent(row.get("hit_rate_all"))),
-        _fixed(row.get("missed_per_step"), 2),
-        _fixed(row.get("wasted_per_step"), 2),
-        _both(*map(_percent, same)) if row["mode"] != "serial" else "-",
-        _both(_fixed(row.get("dense_steps"), 0), _fixed(row.get("steps"), 0)),
+        percent(row.get("score")),
+        fixed(row.get("ms_per_token"), 2),
+        fixed(row.get("speedup"), 2),
+        _both(percent(row.get("hit_rate_dynamic")), percent(row.get("hit_rate_all"))),
+        fixed(row.get("missed_per_step"), 2),
+        fixed(row.get("wasted_per_step"), 2),
+        _both(*map(percent, same)) if row["mode"] != "serial" else "-",
+        _both(fixed(row.get("dense_steps"), 0), fixed(row.get("steps"), 0)),
     ]
 
 
-def _mode(row: Row) -> str:
+def mode_label(row: Row) -> str:
     """Return the mode with what tells its variants apart, such as `prr exact x1.25`."""
-    delta = _number(row.get("delta")) if row["mode"] == "prr" else None
+    delta = number(row.get("delta")) if row["mode"] == "prr" else None
     parts = [row["mode"], row.get("repair"), None if delta is None else f"x{delta:g}"]
     return " ".join(part for part in parts if part)
 
 
-def _pair(row: Row) -> str:
-    return f"{row['model']} x {row['dsa']}"
+def described(row: Row, *, device: bool = True) -> str:
+    """Return the model with what its numbers depend on: `glm4 (tiny, random weights, cpu)`."""
+    weights = f"{row['weights']} weights" if row.get("weights") else ""
+    facts = [SIZES.get(row.get("size") or "", ""), weights, (row.get("device") or "") if device else ""]
+    known = ", ".join(filter(None, facts))
+    return f"{row['model']} ({known})" if known else row["model"]
+
+
+def pair_label(row: Row) -> str:
+    """Return model and method, as headings name them."""
+    return f"{described(row)} x {row['dsa']}"
 
 
 def _title(row: Row) -> str:
@@ -169,7 +262,7 @@ def _title(row: Row) -> str:
 
 def _setting(row: Row) -> str:
     parts = (("n", "n"), ("budget_tokens", "token budget"), ("seed", "seed"))
-    return ", ".join(f"{name} {_fixed(row.get(key), 0)}" for key, name in parts)
+    return ", ".join(f"{name} {fixed(row.get(key), 0)}" for key, name in parts)
 
 
 class _Notes:
@@ -192,158 +285,42 @@ class _Notes:
 
 
 def _task_notes(group: Sequence[Row]) -> Iterable[str]:
-    if _synthetic(group[0]):
-        kept = _percent(_mean(row.get("overlap_last") for row in group))
+    if synthetic(group[0]):
+        kept = percent(mean(row.get("overlap_last") for row in group))
         yield f"synthetic queries over random keys: {kept} % of the dynamic blocks of A were in the A before."
-    if truncated := max(_number(row.get("truncated")) or 0 for row in group):
-        yield f"{truncated:.0f} of {_fixed(group[0].get('n'), 0)} prompts were cut to fit."
-    if all(row["speedup"] is None for row in group):
+    if truncated := max(number(row.get("truncated")) or 0 for row in group):
+        yield f"{truncated:.0f} of {fixed(group[0].get('n'), 0)} prompts were cut to fit."
+    if all(number(row.get("steps")) == 0 for row in group):
+        yield "no decode step was measured: every answer ended at its first token."
+    elif all(row["speedup"] is None for row in group):
         yield "no time of serial, so no speed-up."
 
 
 def _mode_notes(row: Row) -> Iterable[str]:
     if never_selected(row):
         yield "dense: context below budget, nothing was selected: no test of the method."
-    elif row["mode"] != "dense" and _number(row.get("dense_steps")):
+    elif row["mode"] != "dense" and number(row.get("dense_steps")):
         yield "partly dense: in some steps the context was below budget."
-    if nulls := _number(row.get("nulls")):
-        yield f"{nulls:.0f} of {_fixed(row.get('n'), 0)} predictions were empty."
+    if nulls := number(row.get("nulls")):
+        yield f"{nulls:.0f} of {fixed(row.get('n'), 0)} predictions were empty."
     if row["mode"] not in SPECULATIVE:
         return
-    if _number(row.get("delta")) == 0:
-        yield "budget 0: speculation does not pay here, so every step ran as serial."
+    if _unbudgeted(row):
+        yield "budget 0: nothing was predicted, so every step ran as serial."
     if row.get("repair") == "union":
         yield "union repair: blocks of P outside A count too, so the output may leave serial's."
     elif any(
-        (share := _number(row.get(name))) is not None and share < 1
+        (share := number(row.get(name))) is not None and share < 1
         for name in ("tokens_equal_serial", "logits_equal_serial")
     ):
         yield f"{_FAULT}: exact repair promises the output of serial, and this is another."
 
 
-# ---- the paper's tables ----
-
-_PAPER_NOTE = (
-    f"The paper is {paper.SOURCE}: two H100 (tensor parallel 2), half precision, batch 1. Its"
-    " serial baseline runs FlashInfer's BlockSparseAttention; whether its overlaps count forced"
-    " blocks is not said. Ours is this run against its own serial: the mean over the tasks of a"
-    " benchmark and over the benchmarks, without tasks in which nothing was selected. -: not in the"
-    " paper, or not run."
-)
-
-
-def paper_tables(rows: Iterable[Row]) -> str:
-    """Return the paper's tables 1, 2/8, 4/7 and 5 as Markdown, our numbers beside its numbers.
-
-    Every model x method of the results has a line, a variant of prr (repair, delta) each; the
-    paper's side is "-" where it has no such pair.
-    """
-    timed = with_speedup(rows)
-    selected = [row for row in timed if row["mode"] in SPECULATIVE and not never_selected(row)]
-    pairs: dict[str, list[Row]] = {}
-    for row in selected:
-        budget = _fixed(row.get("budget_tokens"), 0)
-        pairs.setdefault(f"{_pair(row)}, token budget {budget}", []).append(row)
-    if not pairs:
-        return "No results to set beside the paper's.\n"
-    named = dict.fromkeys(_benchmark(row) for row in selected)
-    shown = [*paper.BENCHMARKS, *(name for name in named if name not in paper.BENCHMARKS)]
-    lines = [line for pair, own in pairs.items() for line in _paper_lines(pair, own, shown)]
-    who, overlap = ["model x method", "prr"], ["paper", "ours, dynamic", "ours, all", "ours over"]
-    sections = {
-        "Table 1: speed-up of PRR over serial DSA (paper / ours)": [*who, *shown, "average"],
-        "Tables 2 and 8: speed-up of the stages over serial DSA (paper / ours)": [
-            *(*who, "S1 reuse", "S2 reuse_repair", "S3 prr", "ours over")
-        ],
-        "Tables 4 and 7: overlap of P with A, %": [*who, *overlap],
-        "Table 5: overlap of A with the A before, a fraction": [who[0], *overlap],
-    }
-    parts = ["## Beside the paper", _PAPER_NOTE]
-    for index, (title, columns) in enumerate(sections.items()):
-        body = list(dict.fromkeys(line[index] for line in lines))  # table 5 knows no variants
-        parts += [f"### {title}", _grid(columns, body)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _paper_lines(pair: str, own: Sequence[Row], shown: Sequence[str]) -> Iterable[tuple[tuple[str, ...], ...]]:
-    """Yield, for each variant of prr, its line of each of the four tables."""
-    key = (paper.paper_name(own[0]["model"]) or "", paper.paper_name(own[0]["dsa"]) or "")
-    speed = dict(zip((*paper.BENCHMARKS, "average"), paper.SPEEDUP.get(key, ()), strict=False))
-    stages = paper.ABLATION.get(key, (None, None, None))
-    modes = {mode: [row for row in own if row["mode"] == mode] for mode in SPECULATIVE}
-    last_a = modes["reuse_repair"] or modes["reuse"]  # both speculate on the last A
-    last = [_fixed(paper.OVERLAP_LAST.get(key), 3)]
-    last += [_fixed(value, 3) for value in _overlaps(last_a)]
-    for label, prr in _variants(modes["prr"]):
-        by = _by_benchmark(prr, "speedup")
-        ours = [_average(_by_benchmark(modes[mode], "speedup")) for mode in SPECULATIVE[:2]]
-        ours.append(_average(by))
-        tasks = [_beside(speed.get(name), by.get(name)) for name in shown]
-        ratios = [_beside(*values) for values in zip(stages, ours, strict=True)]
-        predicted = [_fixed(paper.OVERLAP_PREDICTED.get(key), 2)]
-        predicted += [_percent(value, 2) for value in _overlaps(prr)]
-        yield (
-            (pair, label, *tasks, _beside(speed.get("average"), ours[2])),
-            (pair, label, *ratios, _over(own)),
-            (pair, label, *predicted, _over(prr)),
-            (pair, *last, _over(last_a)),
-        )
-
-
-def _variants(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """Split the rows of prr by repair, and by delta where a task was run with several of them.
-
-    A budget that follows the context has another delta a task, and is still one variant.
-    """
-    variants: dict[str, list[Row]] = {}
-    for repair in dict.fromkeys(row.get("repair") for row in rows):
-        same = [row for row in rows if row.get("repair") == repair]
-        swept = len({_key(row) for row in same}) < len(same)
-        for row in same:
-            variants.setdefault(_mode(row) if swept else f"prr {repair or ''}", []).append(row)
-    named = [(label.removeprefix("prr").strip() or "-", own) for label, own in variants.items()]
-    return named or [("not run", [])]
-
-
-def _benchmark(row: Row) -> str:
-    if _synthetic(row):
-        return f"{row['benchmark']} (synthetic queries)"
-    return paper.paper_name(row["benchmark"]) or row["benchmark"]
-
-
-def _by_benchmark(rows: Sequence[Row], column: str) -> dict[str, float]:
-    """Return the mean of a column over the tasks of each benchmark."""
-    means = {}
-    for name in dict.fromkeys(map(_benchmark, rows)):
-        mean = _mean(row.get(column) for row in rows if _benchmark(row) == name)
-        if mean is not None:
-            means[name] = mean
-    return means
-
-
-def _averaged(names: Iterable[str]) -> list[str]:
-    """Return the benchmarks that an average is over: the paper's, else whatever there is."""
-    listed = list(names)
-    return [name for name in listed if name in paper.BENCHMARKS] or listed
-
-
-def _average(by_benchmark: Mapping[str, float]) -> float | None:
-    return _mean(by_benchmark[name] for name in _averaged(by_benchmark))
-
-
-def _overlaps(rows: Sequence[Row]) -> list[float | None]:
-    columns = ("hit_rate_dynamic", "hit_rate_all")
-    return [_average(_by_benchmark(rows, column)) for column in columns]
-
-
-def _over(rows: Sequence[Row]) -> str:
-    return ", ".join(_averaged(dict.fromkeys(map(_benchmark, rows)))) or "-"
-
-
 # ---- values, groups and grids ----
 
 
-def _key(row: Row) -> tuple[Any, ...]:
+def task_key(row: Row) -> tuple[Any, ...]:
+    """Return what rows that may be compared have in common."""
     return tuple(row.get(name) for name in TASK)
 
 
@@ -351,26 +328,33 @@ def _groups(rows: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Return the rows a task, in order of appearance, each task's modes in canonical order."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault(_key(row), []).append(row)
+        groups.setdefault(task_key(row), []).append(row)
     return [sorted(group, key=_order) for group in groups.values()]
 
 
 def _order(row: Row) -> tuple[int, str, float]:
     mode = MODES.index(row["mode"]) if row["mode"] in MODES else len(MODES)
-    return mode, row.get("repair") or "", _number(row.get("delta")) or 0.0
+    return mode, row.get("repair") or "", number(row.get("delta")) or 0.0
 
 
-def _synthetic(row: Row) -> bool:
+def synthetic(row: Row) -> bool:
+    """Whether the queries of the decode steps were drawn, not the model's own."""
     return row.get("queries") == "synthetic"
+
+
+def _unbudgeted(row: Row) -> bool:
+    """Whether prr had no budget (budget=off, or delta is 0) and so predicted nothing."""
+    unpredicted = bool(number(row.get("steps"))) and number(row.get("hit_rate_all")) is None
+    return row["mode"] == "prr" and not number(row.get("delta")) and unpredicted
 
 
 def never_selected(row: Row) -> bool:
     """Whether a sparse mode ran, and was dense in every step."""
-    dense, steps = _number(row.get("dense_steps")), _number(row.get("steps"))
+    dense, steps = number(row.get("dense_steps")), number(row.get("steps"))
     return row["mode"] != "dense" and bool(steps) and dense is not None and dense >= (steps or 0)
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
     """Return a finite number as such; None for what is absent, NaN or infinite."""
     return None if _absent(value) else float(value)
 
@@ -379,19 +363,22 @@ def _absent(value: Any) -> bool:
     return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
-def _mean(values: Iterable[Any]) -> float | None:
-    known = [number for value in values if (number := _number(value)) is not None]
+def mean(values: Iterable[Any]) -> float | None:
+    """Return the mean of the known numbers, None if there are none."""
+    known = [known for value in values if (known := number(value)) is not None]
     return sum(known) / len(known) if known else None
 
 
-def _fixed(value: Any, digits: int) -> str:
-    number = _number(value)
-    return "-" if number is None else f"{number:.{digits}f}"
+def fixed(value: Any, digits: int) -> str:
+    """Return a number with so many decimals, "-" for an unknown one."""
+    known = number(value)
+    return "-" if known is None else f"{known:.{digits}f}"
 
 
-def _percent(value: Any, digits: int = 1) -> str:
-    number = _number(value)
-    return _fixed(None if number is None else 100 * number, digits)
+def percent(value: Any, digits: int = 1) -> str:
+    """Return a fraction as a percentage, "-" for an unknown one."""
+    known = number(value)
+    return fixed(None if known is None else 100 * known, digits)
 
 
 def _both(first: str, second: str) -> str:
@@ -399,11 +386,7 @@ def _both(first: str, second: str) -> str:
     return "-" if first == second == "-" else f"{first}/{second}"
 
 
-def _beside(theirs: float | None, ours: float | None) -> str:
-    return "-" if theirs is ours is None else f"{_fixed(theirs, 2)} / {_fixed(ours, 2)}"
-
-
-def _grid(columns: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+def grid(columns: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table: names to the left, numbers to the right."""
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *body]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

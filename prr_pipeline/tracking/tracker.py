@@ -157,11 +157,10 @@ class WandbRun:
         self._try("artifact", send)
 
     def finish(self, exit_code: int) -> None:
-        """End the run and log how to upload it, where that is left to do."""
-        if not self._try("finish", lambda: self._run.finish(exit_code=exit_code)):
+        """End the run, and say how to upload it where it was to be online and W&B failed to."""
+        if not self._try("finish", lambda: self._run.finish(exit_code=exit_code)) and not self.sync_command:
             self.sync_command = self._command
-        if self.sync_command:
-            log.info("W&B run kept offline; upload it with: %s", self.sync_command)
+            log.warning("W&B run kept on disk; upload it with: %s", self.sync_command)
 
     def _try(self, kind: str, call: Callable[[], Any]) -> bool:
         """Call W&B; a failure is a warning, the first time of its kind."""
@@ -216,6 +215,9 @@ class WandbTracker:
     tags: list[str] = field(default_factory=list)
     dir: str | None = None
 
+    def __post_init__(self) -> None:
+        self._told = False  # one line a job, not a stage: see _tell
+
     def check(self) -> None:
         """Settle the mode before any work; online without a key becomes offline.
 
@@ -252,9 +254,26 @@ class WandbTracker:
         try:
             yield handle
         except BaseException:
-            handle.finish(exit_code=1)
+            self._finish(handle, Path(folder), 1)
             raise
-        handle.finish(exit_code=0)
+        self._finish(handle, Path(folder), 0)
+
+    def _finish(self, handle: WandbRun | LocalRun, folder: Path, exit_code: int) -> None:
+        """End a run; how to upload the offline ones is said after the first, for all stages of the job."""
+        offline = handle.sync_command
+        handle.finish(exit_code)
+        if offline:
+            log.debug("W&B run kept offline; upload it with: %s", offline)
+            where = shlex.quote(str(Path(self.dir).resolve() if self.dir else folder.resolve().parent))
+            self._tell(
+                "W&B runs are kept offline; upload those of this job with: wandb sync %s",
+                f"{where}{'' if self.dir else '/*'}/wandb/offline-run-*",
+            )
+
+    def _tell(self, message: str, value: object) -> None:
+        """Log once a job, then at debug level."""
+        log.log(logging.DEBUG if self._told else logging.INFO, message, value)
+        self._told = True
 
     def _start(self, stage: str, group: str, config: Mapping[str, Any], folder: Path) -> WandbRun | LocalRun:
         """Start a run in the wanted mode, else offline, else a local one."""
@@ -295,7 +314,7 @@ class WandbTracker:
             ),
         )
         if not run.offline:
-            log.info("W&B run: %s", run.url)
+            self._tell("W&B runs are online; the first of this job: %s", run.url)
         return WandbRun(wandb, run, local)
 
 

@@ -9,9 +9,6 @@ from hydra.utils import get_class, instantiate
 from omegaconf import OmegaConf
 
 from prr_pipeline.benchmarks.base import Benchmark, Sample, read_text, unknown
-from prr_pipeline.benchmarks.locality import Locality
-from prr_pipeline.benchmarks.ruler import Ruler
-from prr_pipeline.benchmarks.text import Text
 from prr_pipeline.errors import ConfigError, MissingInput
 
 CONF = Path(__file__).parents[2] / "conf" / "benchmark"
@@ -66,11 +63,16 @@ def test_unknown_names_get_near_ones():
     assert "mean" not in unknown("task", "zzz", ["vt"])
 
 
-@pytest.mark.parametrize("kind", [Ruler, Text, Locality])
-def test_yaml_names_every_field_and_its_default(kind):
-    option = OmegaConf.load(CONF / f"{kind().name}.yaml")
-    assert get_class(option.pop("_target_")) is kind
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
+def test_yaml_names_every_field_and_its_default(path):
+    option = OmegaConf.load(path)
+    kind = get_class(option.pop("_target_"))
+    assert issubclass(kind, Benchmark) and option.name == path.stem
     assert dict(option) == {field.name: getattr(kind(), field.name) for field in fields(kind)}
+
+
+def test_the_shipped_benchmarks_are_there():
+    assert {"ruler", "text", "locality"} <= {path.stem for path in CONF.glob("*.yaml")}
 
 
 def test_the_default_option_makes_samples_from_yaml():

@@ -37,7 +37,7 @@ def test_it_is_marked_as_synthetic() -> None:
         ({"drift": -0.1}, "benchmark=locality: drift must be from 0 to 1, got -0.1"),
         ({"drift": float("nan")}, "drift must be from 0 to 1, got nan"),
         ({"block_weight": 1.5}, "block_weight must be from 0 to 1, got 1.5"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number >= 1, got 0"),
+        ({"max_new_tokens": 1}, "max_new_tokens must be a whole number >= 2, got 1"),
         ({"length": 33}, "length must be a whole number >= 34, got 33"),
         ({"num_samples": 0}, "num_samples must be a whole number >= 1, got 0"),
     ],

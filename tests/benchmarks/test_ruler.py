@@ -45,7 +45,7 @@ def make(count=by_pieces, seed=0, **fields):
     st.integers(129, 6000),
     st.integers(0, 2**32),
 )
-def test_prompt_and_answer_fit_in_any_length_from_the_least_on(task, count, length, seed):
+def test_prompt_and_answer_fit_in_any_length_from_the_named_one_on(task, count, length, seed):
     def lengths(length):
         made = make(count, seed, tasks=[task], length=length, num_samples=2)
         assert len(made) == 2
@@ -57,11 +57,11 @@ def test_prompt_and_answer_fit_in_any_length_from_the_least_on(task, count, leng
     try:
         lengths(length)
     except ConfigError as error:
-        least = int(re.search(r"Use benchmark.length>=(\d+)\.", str(error))[1])
-        assert least > length and f"task {task} does not fit in length={length}" in str(error)
-        lengths(least)
-        with pytest.raises(ConfigError, match=f"length>={least}"):
-            lengths(least - 1)
+        enough = int(re.search(r"It fits from benchmark\.length=(\d+) on\.", str(error))[1])
+        assert enough > length and f"task {task} does not fit in length={length}" in str(error)
+        lengths(enough)
+        with pytest.raises(ConfigError, match=f"length={enough} on"):
+            lengths(enough - 1)
 
 
 @pytest.mark.parametrize("count", TOKENIZERS)
@@ -124,7 +124,7 @@ def test_an_impossible_tokenizer_is_refused_at_once():
     assert len(calls) <= 10
 
 
-def test_the_least_length_holds_where_the_question_changes_with_length():
+def test_the_length_that_is_named_fits_where_the_question_changes_with_length():
     """From 4096 tokens on, cwe repeats its words more often, so it needs more room than below."""
 
     def heavy(prompt, prefix):
@@ -132,8 +132,22 @@ def test_the_least_length_holds_where_the_question_changes_with_length():
 
     with pytest.raises(ConfigError, match="length=4000") as error:
         make(heavy, tasks=["cwe"], length=4000)
-    least = int(re.search(r"Use benchmark.length>=(\d+)\.", str(error.value))[1])
-    assert len(make(heavy, tasks=["cwe"], length=least)) == 3
+    enough = int(re.search(r"It fits from benchmark\.length=(\d+) on\.", str(error.value))[1])
+    assert len(make(heavy, tasks=["cwe"], length=enough)) == 3
+    with pytest.raises(ConfigError, match=f"It fits from benchmark.length={enough} on"):
+        make(heavy, tasks=["cwe"], length=enough - 1)
+
+
+def test_no_named_length_is_called_the_least_where_a_shorter_one_fits_too():
+    """Just below 4096 tokens cwe asks for less: that fits, and 4096 does not."""
+
+    def heavy(prompt, prefix):
+        return 11 * len((prompt + prefix).split())
+
+    assert make(heavy, tasks=["cwe"], length=4095)
+    with pytest.raises(ConfigError) as error:
+        make(heavy, tasks=["cwe"], length=4096)
+    assert "least" not in str(error.value) and ">=" not in str(error.value)
 
 
 def test_scores():

@@ -22,10 +22,10 @@ def book(tmp_path):
 
 
 def test_windows_follow_each_other(book):
-    text = Text(path=book, length=101, num_samples=4)
+    text = Text(path=book, length=102, num_samples=4, max_new_tokens=2)
     text.check()
     windows = list(text.samples(count, seed=0))
-    assert [w.id for w in windows] == [f"text-101-{i:04d}" for i in range(4)]
+    assert [w.id for w in windows] == [f"text-102-{i:04d}" for i in range(4)]
     assert [w.prompt.split() for w in windows] == [
         [f"word{i}" for i in range(start, start + 100)] for start in (0, 100, 200, 300)
     ]
@@ -44,18 +44,24 @@ def test_stride_and_generated_tokens(book):
 
 
 def test_a_file_that_just_suffices_does(book):
-    assert len(list(Text(path=book, length=101, num_samples=10).samples(count, 0))) == 10
+    assert len(list(Text(path=book, length=102, num_samples=10, max_new_tokens=2).samples(count, 0))) == 10
 
 
 def test_a_short_file_is_refused_before_the_first_window(book):
-    samples = Text(path=book, length=101, num_samples=11).samples(count, seed=0)
-    with pytest.raises(ConfigError, match=r"\(1000 words\) ends in window 11 of 11 of 101 tokens"):
+    samples = Text(path=book, length=102, num_samples=11, max_new_tokens=2).samples(count, seed=0)
+    with pytest.raises(ConfigError, match=r"\(1000 words\) ends in window 11 of 11 of 102 tokens"):
         next(samples)
 
 
+def test_the_default_decodes(book):
+    """One token would be the prefill's own, and no step of a decode."""
+    (window,) = Text(path=book, length=400, num_samples=1).samples(count, seed=0)
+    assert window.max_new_tokens == 64
+
+
 def test_a_word_longer_than_a_window(book):
-    with pytest.raises(ConfigError, match=r"word 1 of .* Use benchmark.length>=6\."):
-        list(Text(path=book, length=3).samples(lambda prompt, _: len(prompt), seed=0))
+    with pytest.raises(ConfigError, match=r"word 1 of .* Use benchmark.length>=7\."):
+        list(Text(path=book, length=3, max_new_tokens=2).samples(lambda prompt, _: len(prompt), seed=0))
 
 
 def test_few_counts_a_window(book):
@@ -74,6 +80,6 @@ def test_check(book):
         Text().check()
     with pytest.raises(MissingInput, match=r"no file at nowhere\.txt"):
         Text(path="nowhere.txt").check()
-    for wrong in ({"length": 1}, {"num_samples": 0}, {"stride": 0}, {"max_new_tokens": 0}):
+    for wrong in ({"length": 1}, {"num_samples": 0}, {"stride": 0}, {"max_new_tokens": 1}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             Text(path=book, **wrong).check()

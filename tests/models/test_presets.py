@@ -27,6 +27,7 @@ MODELS = {
     "qwen3_14b": (14.768, (40, 8, 128), 128),
     "qwen3_32b": (32.762, (64, 8, 128), 128),
 }
+FILES = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 LARGE = [name for name in MODELS if name != "smollm2"]
 METHODS = {"quest": "quest", "infllm": "infllm_v2"}
 
@@ -51,10 +52,10 @@ def composed():
     GlobalHydra.instance().clear()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_architectures_are_the_true_ones(name, composed):
+@pytest.mark.parametrize("name", FILES)
+def test_architectures_are_what_they_are_said_to_be(name, composed):
+    """Of every file; the shipped ones are held against published numbers too."""
     cfg = composed(f"model={name}").model
-    billions, heads, rotated = MODELS[name]
     arch = architecture(cfg)
     kind = CONFIG_MAPPING[arch.pop("model_type")]
     assert set(arch) <= set(vars(kind())), "a key that transformers would silently keep"
@@ -63,10 +64,12 @@ def test_architectures_are_the_true_ones(name, composed):
         model = AutoModelForCausalLM.from_config(config)
     parameters = sum(p.numel() for p in model.parameters())
     assert parameters == parameter_count(architecture(cfg))
-    assert parameters / 1e9 == pytest.approx(billions, rel=1e-4, abs=5e-4)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == heads
-    assert 2 * model.model.rotary_emb.inv_freq.numel() == rotated
     assert cfg.max_context == config.max_position_embeddings
+    if name in MODELS:
+        billions, heads, rotated = MODELS[name]
+        assert parameters / 1e9 == pytest.approx(billions, rel=1e-4, abs=5e-4)
+        assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == heads
+        assert 2 * model.model.rotary_emb.inv_freq.numel() == rotated
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -78,8 +81,8 @@ def test_models_state_where_weights_are(name, composed):
     assert {f.name for f in fields(ModelConfig)} == set(cfg)
 
 
-def test_every_model_file_is_known():
-    assert {path.stem for path in (CONF / "model").glob("*.yaml")} == set(MODELS)
+def test_the_shipped_models_are_there():
+    assert set(MODELS) <= set(FILES)
 
 
 def test_methods_have_their_published_settings(composed):
@@ -120,9 +123,9 @@ def test_ablation_has_the_settings_of_smollm2_quest(composed):
     assert ablation == quest
 
 
-def test_every_experiment_file_is_known():
-    known = {f"{model}_{short}" for model in MODELS for short in METHODS} | {"ablation"}
-    assert {path.stem for path in (CONF / "experiment").glob("*.yaml")} == known
+def test_the_shipped_experiments_are_there():
+    shipped = {f"{model}_{short}" for model in MODELS for short in METHODS} | {"ablation"}
+    assert shipped <= {path.stem for path in (CONF / "experiment").glob("*.yaml")}
 
 
 def test_debug_sizes_merge_over_an_experiment(composed):

@@ -90,19 +90,32 @@ def test_off_the_grid_the_regression_decides() -> None:
         assert policy.ratio(10**6) == 2.0
 
 
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_beyond_the_profile_its_nearest_context_decides(degree: int) -> None:
+    """Selection grows ever slower: a parabola through it turns down soon after the last context, and so would delta."""
+    select = {c * 1024: us for c, us in ((8, 10.5), (16, 17.0), (32, 21.0), (64, 20.5))}
+    policy = fitted(profile(select, 10.0), degree=degree)
+    for context in (1, 1024, 8 * 1024 - 1, 8 * 1024):
+        assert policy.ratio(context) == 1.0
+    for context in (64 * 1024, 64 * 1024 + 1, 128 * 1024, 10**7):
+        assert policy.ratio(context) == 2.0
+
+
 def test_on_the_grid_the_table_decides_though_the_regression_says_otherwise() -> None:
     select = {1024: 10.0, 2048: 25.0, 3072: 10.0, 4096: 10.0}  # an outlier that a line does not follow
     policy = fitted(profile(select, 10.0), degree=1)
-    assert policy.ratio(2048) == 2.0 and policy.ratio(2049) == 1.25
+    assert policy.ratio(2048) == policy.ratio(2100) == 2.0 and policy.ratio(2200) == 1.25
     assert policy.ratio(4096) == 1.0
 
 
 @given(
-    base=st.floats(0.1, 50), slope=st.floats(0, 5), cost=st.floats(0.5, 50), contexts=st.lists(st.integers(1, 10**6))
+    base=st.floats(0.1, 50), slope=st.floats(0, 5), cost=st.floats(0.5, 50), contexts=st.lists(st.integers(1, 70000))
 )
 def test_a_longer_selection_never_lowers_the_budget(base: float, slope: float, cost: float, contexts: list) -> None:
     policy = fitted(profile({c * 1024: base + slope * c for c in (1, 4, 16, 64)}, cost), degree=1)
-    off_grid = [policy.ratio(c) for c in sorted(contexts) if c % 1024]
+    grid = (1024, 4096, 16384, 65536)
+    far = [c for c in contexts if 1024 < c < 65536 and all(abs(c - g) > 0.05 * g for g in grid)]
+    off_grid = [policy.ratio(c) for c in sorted(far)]
     assert off_grid == sorted(off_grid)
     assert set(off_grid) <= {0.0, *DELTAS}
 
@@ -119,6 +132,21 @@ def test_the_regression_is_reported_highest_power_first() -> None:
     assert list(found["attend_us"]) == ["1.0", "1.25", "1.5", "2.0"]
     assert found["attend_us"]["1.5"] == pytest.approx([0.0, 15.0], abs=1e-9)
     assert Profiled().regression() == {"select_us": [], "attend_us": {}}
+
+
+def test_where_both_sides_were_timed_together_the_step_decides() -> None:
+    """Not the attention alone: the largest delta that takes no longer than serial and than the best."""
+    select = {1024: 10.0, 2048: 10.0, 4096: 10.0}
+    together = {
+        1024: (20.0, (15.0, 15.1, 15.2, 17.0)),
+        2048: (20.0, (20.5, 21.0, 22.0, 23.0)),
+        4096: (20.0, (19.9, 19.9, 20.05, 20.05)),
+    }
+    times = [r | {"serial_us": together[r["context"]][0]} for r in profile(select, 1.0)]
+    times = [r | {"prr_us": together[r["context"]][1][DELTAS.index(r["delta"])]} for r in times]
+    policy = fitted(times)
+    assert [policy.ratio(c) for c in select] == [1.25, 0.0, 1.25]
+    assert set(policy.regression()) == {"serial_us", "prr_us"}
 
 
 def test_rows_of_other_deltas_are_ignored() -> None:
@@ -154,5 +182,9 @@ def test_a_delta_out_of_range_is_refused(value: float) -> None:
 
 def test_other_values_out_of_range_are_refused() -> None:
     assert message(Profiled(deltas=[]).check) == "budget.deltas is empty, expected at least one candidate such as 1.5"
-    assert "budget.degree = -1 and budget.slack = 0.0, expected none below 0" in message(Profiled(degree=-1).check)
+    assert "budget.degree = -1 and budget.slack = 0.0, expected none below 0 and finite" in message(
+        Profiled(degree=-1).check
+    )
     assert "budget.slack = -0.1, expected none below 0" in message(Profiled(slack=-0.1).check)
+    for value in (float("nan"), float("inf")):
+        assert f"budget.slack = {value}, expected" in message(Profiled(slack=value).check)

@@ -15,7 +15,23 @@ from prr_pipeline.stages import profile
 from prr_pipeline.stages.job import Job
 
 KEYS = (
-    *("model", "dsa", "benchmark", "queries", "task", "mode", "repair", "delta", "n", "score", "ms_per_token"),
+    *(
+        "model",
+        "weights",
+        "size",
+        "parameters",
+        "device",
+        "dsa",
+        "benchmark",
+        "queries",
+        "task",
+        "mode",
+        "repair",
+        "delta",
+        "n",
+        "score",
+        "ms_per_token",
+    ),
     *("hit_rate_dynamic", "hit_rate_all", "overlap_last", "missed_per_step", "wasted_per_step", "tokens_equal_serial"),
     *("logits_equal_serial", "dense_steps", "steps", "truncated", "nulls", "budget_tokens", "seed"),
 )
@@ -161,7 +177,9 @@ def test_evaluate_needs_no_gpu_though_the_job_ran_on_one(finished: Any, no_model
     made = manifest(root, "decode") | {"config": job.config, "device": "NVIDIA H200"}
     (job.root / "decode" / "manifest.json").write_text(json.dumps(made))
     elsewhere(*words, "runtime.device=cuda", "stages=[evaluate]")
-    assert without_times(results(job.root)) == without_times(results(root))
+    assert {r["device"] for r in results(job.root)} == {"NVIDIA H200"}
+    wanted = [r | {"device": "NVIDIA H200"} for r in results(root)]
+    assert without_times(results(job.root)) == without_times(wanted)
     assert "Times are of a CPU" not in (job.root / "evaluate" / "results.md").read_text()
 
 
@@ -216,12 +234,10 @@ def test_a_profiled_budget_is_what_the_profile_says(
     assert manifest(root, "decode")["inputs"].keys() == {"calibrate", "profile"}
 
 
-def test_text_without_steps_has_neither_times_nor_scores(run: Runner, tmp_path: Path) -> None:
+def test_text_decodes_by_default_and_is_not_scored(run: Runner, tmp_path: Path, no_plots: None) -> None:
     file = tmp_path / "book.txt"
     file.write_text(" ".join(f"word{i}" for i in range(900)))
-    root = run("debug=tiny", "benchmark=text", f"benchmark.path={file}", "benchmark.length=700", "runtime.modes=[prr]")
-    rows = results(root)
-    assert [(r["steps"], r["score"], r["ms_per_token"], r["logits_equal_serial"]) for r in rows] == [
-        (0, None, None, None)
-    ] * 2
-    assert rows[1]["tokens_equal_serial"] == 1.0, "the first token is the prefill's"
+    words = ("debug=tiny", "benchmark=text", f"benchmark.path={file}", "benchmark.length=700", "runtime.modes=[prr]")
+    rows = results(run(*words, "benchmark.num_samples=1"))
+    assert [(r["steps"], r["score"], r["ms_per_token"] > 0) for r in rows] == [(63, None, True)] * 2
+    assert rows[1]["tokens_equal_serial"] == rows[1]["logits_equal_serial"] == 1.0

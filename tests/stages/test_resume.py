@@ -42,7 +42,8 @@ def test_an_interrupted_decode_goes_on_where_it_was(
     error: BaseException,
 ) -> None:
     whole = Runner(composed, tmp_path / "whole")(*short)
-    with monkeypatch.context() as broken, pytest.raises(type(error)):
+    raised = ArtifactError if isinstance(error, OSError) else type(error)
+    with monkeypatch.context() as broken, pytest.raises(raised):
         interrupt(broken, decode, 2, error)
         run(*short)
     root = run.root(*short)
@@ -115,25 +116,40 @@ def remade(root: Path, stage: str) -> None:
     path.write_text(json.dumps(manifest(root, stage) | {"device": "another"}))
 
 
-def test_outputs_made_from_other_inputs_are_refused(
-    run: Runner, short: Words, no_plots: None, monkeypatch: pytest.MonkeyPatch
+def test_outputs_made_from_other_outputs_are_done_again_out_loud(
+    run: Runner, short: Words, no_plots: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = (*short, "benchmark.num_samples=2", "stages=[calibrate,decode,evaluate]")
     root = run(*words)
     remade(root, "calibrate")
-    assert run.refused(*words, kind=ArtifactError) == (
-        f"{root}/decode was made from another output of calibrate than {root}/calibrate holds now; "
-        "redo it with force=true stages=[decode]"
+    assert run.refused(*words, "stages=[evaluate]", kind=ArtifactError) == (
+        f"stage evaluate needs {root}/decode, which was made by other inputs than there are now; these differ: "
+        "calibrate; redo it: stages=[calibrate,decode,evaluate]"
     )
-    (root / "decode" / "manifest.json").unlink()  # as if decode had been interrupted before
-    text = run.refused(*words, kind=ArtifactError)
-    assert text == (
-        f"{root}/decode has records made from another output of calibrate; redo it with force=true stages=[decode]"
-    )
-    run(*words, "stages=[decode]", "force=true")
-    assert "evaluate was made from another output of decode" in run.refused(*words, kind=ArtifactError)
-    run(*words, "stages=[evaluate]", "force=true")
+    begun = interrupt(monkeypatch, decode, 99, KeyboardInterrupt())
     run(*words)
+    assert begun == ["text-420-0000", "text-420-0001"]
+    assert "decode: what is there was made by other calibrate; done again" in caplog.text
+    assert "evaluate: what is there was made by other decode; done again" in caplog.text
+    remade(root, "calibrate")
+    (root / "decode" / "manifest.json").unlink()  # as if decode had been interrupted before
+    (root / "calibrate" / "manifest.json").write_text(json.dumps(manifest(root, "calibrate") | {"device": "third"}))
+    run(*words)
+    assert (
+        len(begun) == 4 and "the records of an interrupted run were made by other calibrate; starts over" in caplog.text
+    )
+
+
+def test_evaluate_follows_a_decode_that_was_done_again(
+    run: Runner, short: Words, no_plots: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = (*short, "benchmark.num_samples=1")
+    root = run(*words, "stages=[calibrate,decode,evaluate]")
+    before = manifest(root, "evaluate")
+    run(*words, "stages=[decode]", "force=true")
+    run(*words, "stages=[evaluate]")
+    assert "evaluate: what is there was made by other decode; done again" in caplog.text
+    assert manifest(root, "evaluate")["inputs"] != before["inputs"]
 
 
 def test_a_stage_whose_input_is_missing_is_refused_before_any_work(run: Runner, no_model: None) -> None:
@@ -180,7 +196,7 @@ def test_a_sparse_mode_that_never_selected_fails_with_its_tables_written(
     run: Runner, monkeypatch: pytest.MonkeyPatch, no_plots: None
 ) -> None:
     monkeypatch.setattr(Job, "_check_selects", lambda _: None)
-    words = (*TINY, "runtime.modes=[prr]", "dsa.dense_len=3000")
+    words = (*TINY, "runtime.modes=[prr]", "dsa.dense_len=3000", "stages=[calibrate,decode,evaluate]")
     text = run.refused(*words)
     assert text == (
         "context below budget: everything was dense in vt/serial, vt/prr. dsa=quest attends 128 tokens and selects "
@@ -196,6 +212,14 @@ def test_ranks_of_a_launcher_are_refused(run: Runner, monkeypatch: pytest.Monkey
     assert run.refused(*TINY, kind=ConfigError) == (
         "WORLD_SIZE = 2: a job runs in one process. Start it without torchrun; "
         "a sweep (-m) spreads jobs over machines with hydra/launcher=slurm"
+    )
+
+
+@pytest.mark.parametrize("ranks", ["abc", "", "-1", "1.0"])
+def test_a_number_of_ranks_that_is_none_is_refused(run: Runner, monkeypatch: pytest.MonkeyPatch, ranks: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    assert run.refused(*TINY, kind=ConfigError) == (
+        f"WORLD_SIZE = '{ranks}' in the environment, expected 1 or none: unset WORLD_SIZE"
     )
 
 

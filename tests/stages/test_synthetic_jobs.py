@@ -54,7 +54,7 @@ def test_any_experiment_runs_without_text_and_says_that_queries_were_synthetic(
     text = (root / "evaluate" / "results.md").read_text()
     assert f"[a] synthetic queries over random keys: {100 * measured:.1f} % of the dynamic blocks of A" in text
     assert "locality (synthetic queries)" in (root / "evaluate" / "paper.md").read_text()
-    assert subtitles == [f"{model} x {dsa}, synthetic queries"] * 4
+    assert subtitles == [f"{model} (tiny, random weights, cpu) x {dsa}, synthetic queries"] * 4
     for r in samples(root):
         assert (r["prompt_tokens"], r["n_generated"], r["prefill_ms"], r["stop_reason"]) == (693, 7, None, "length")
     assert all(r["prompt_tokens"] == 693 and r["window"] == 16 for r in samples(root, "calibrate"))

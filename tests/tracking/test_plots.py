@@ -9,6 +9,8 @@ import pytest
 
 from prr_pipeline.tracking import plots
 
+pytestmark = pytest.mark.filterwarnings("error")
+
 OF = {"model": "tiny", "dsa": "quest"}
 
 
@@ -82,8 +84,17 @@ def test_overlap_is_the_mean_over_samples_with_a_panel_a_task():
     at, percent = curve(first, "A with the A of the step before")
     assert at == [1, 2, 3] and percent == pytest.approx([70, 70, 60])
     assert curve(second, "A with the A of the step before")[1] == pytest.approx([50, 50, 50])
-    assert [text.get_text() for text in first.texts] == ["mean 91.5 %", "mean 66.7 %"]
+    assert [text.get_text() for text in first.texts] == ["mean of all steps 91.3 %", "mean of all steps 68.0 %"]
     assert heading(figure)[1] == "tiny x quest, n = 4 samples"
+
+
+@pytest.mark.parametrize("low", [0.0, 0.5, 1.0])
+def test_overlap_has_no_tick_that_is_no_percentage(low):
+    records = [step("prr", i, hit_dynamic=1.0, overlap_last=low) for i in range(4)]
+    (axes,) = plots.overlap_figure(records, "tiny", "quest").axes
+    ticks = axes.get_yticks()
+    assert len(ticks) > 2 and min(ticks) >= 0 and max(ticks) == 100
+    assert axes.get_ylim()[0] < 100 * low and axes.get_ylim()[1] == 101
 
 
 def test_overlap_of_many_tasks_is_one_panel_and_of_few_samples_ends_early():
@@ -125,7 +136,7 @@ def test_hit_rate_by_delta_and_predictor():
 
 def test_layers_are_bars_of_the_two_modes():
     records = [
-        {"id": sample, "mode": mode, "layer": layer, "missed": missed + layer, "wasted": 5.0}
+        {"id": sample, "mode": mode, "layer": layer, "missed": missed + layer, "wasted": 5.0, "steps": 4}
         for sample, extra in (("a", 0), ("b", 2))
         for layer in (2, 3)
         for mode, missed in (("prr", extra), ("reuse_repair", 10 + extra), ("serial", 99))
@@ -136,6 +147,61 @@ def test_layers_are_bars_of_the_two_modes():
     assert bars(missed, "reuse_repair") == [13, 14]
     assert bars(wasted, "prr") == [5, 5]
     assert len(missed.containers) == 2
+
+
+def test_layers_weigh_each_step_the_same():
+    records = [
+        {"id": i, "mode": "prr", "layer": 2, "missed": missed, "wasted": 0.0, "steps": steps}
+        for i, missed, steps in (("a", 1.0, 90), ("b", 11.0, 10))
+    ]
+    missed, wasted = plots.layers_figure(records, "tiny", "quest").axes
+    assert bars(missed, "prr (mean 2.00)") == [2]
+    assert wasted.get_ylim()[0] == 0, "no axis goes below none"
+
+
+@pytest.mark.parametrize("value", [None, np.nan])
+def test_a_mode_without_a_budget_has_no_bars_and_the_others_are_whole(value, tmp_path):
+    records = [
+        {"id": "a", "mode": mode, "layer": layer, "missed": missed, "wasted": missed, "steps": 3}
+        for mode, missed in (("reuse_repair", 2.0), ("prr", value))
+        for layer in (1, 2)
+    ]
+    figure = plots.layers_figure(records, "tiny", "quest")
+    for axes in figure.axes:
+        (container,) = axes.containers
+        assert container.get_label() == "reuse_repair (mean 2.00)"
+        low, high = axes.get_xlim()
+        assert all(low <= bar.get_x() and bar.get_x() + bar.get_width() <= high for bar in container)
+        assert [bar.get_x() + bar.get_width() / 2 for bar in container] == pytest.approx([1, 2]), "over their layer"
+    assert heading(figure)[1] == "tiny x quest, n = 1 sample, prr predicted nothing"
+    assert plots.plot_layers(records, tmp_path, **OF)
+
+
+def test_a_layer_that_predicted_only_in_some_samples_counts_those(tmp_path):
+    records = [
+        {"id": "a", "mode": "prr", "layer": layer, "missed": missed, "wasted": missed, "steps": 3}
+        for layer, missed in ((1, 2.0), (2, None))
+    ]
+    missed, _ = plots.layers_figure(records, "tiny", "quest").axes
+    assert bars(missed, "prr (mean 2.00)") == [2]
+
+
+def test_plots_of_steps_without_predictions_raise_no_warning(tmp_path):
+    records = [
+        step("prr", i, ms=1.0, select_ms=0.5, hit_dynamic=None, overlap_last=0.5 if i else None) for i in range(4)
+    ]
+    (axes,) = plots.overlap_figure(records, "tiny", "quest").axes
+    assert [text.get_text() for text in axes.texts] == ["mean of all steps 50.0 %"]
+    assert plots.plot_overlap(records, tmp_path, **OF) and plots.plot_breakdown(records, tmp_path, **OF)
+
+
+def test_plots_of_one_context_and_one_delta_raise_no_warning(tmp_path):
+    row = {"context": 4096, "delta": 1.0, "select_us": 1.0, "attend_us": 2.0}
+    safe = [{"context": 4096, "delta": 0.0}]
+    profile = {"model": "m", "dsa": "d", "device": "cpu", "rows": [row], "safe_delta": safe}
+    assert plots.plot_latency(profile, tmp_path)
+    entry = {"predictor": "last_a", "delta": 1.0, "hit_dynamic": 1.0, "hit_all": 1.0}
+    assert plots.plot_hit_rate([{"id": "a", "locality": [entry]}], tmp_path, **OF)
 
 
 def test_latency_marks_the_safe_deltas():

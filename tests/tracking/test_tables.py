@@ -9,20 +9,27 @@ import pytest
 from rich.console import Console
 
 from prr_pipeline.tracking import paper
+from prr_pipeline.tracking.beside import paper_tables
 from prr_pipeline.tracking.tables import (
     COLUMNS,
     CONSOLE_WIDTH,
     console,
-    paper_tables,
+    described,
     to_csv,
     to_markdown,
     with_speedup,
 )
 
+GLM4 = "glm4_9b_1m (hub weights, NVIDIA H200)"
+
 
 def row(mode, ms, **changes):
     known = {
         "model": "glm4_9b_1m",
+        "weights": "hub",
+        "size": "true",
+        "parameters": 9_484_000_000,
+        "device": "NVIDIA H200",
         "dsa": "quest",
         "benchmark": "longbench",
         "queries": "model",
@@ -69,13 +76,13 @@ def task_rows(**changes):
 
 def rendered(rows, width=CONSOLE_WIDTH):
     out = io.StringIO()
-    Console(file=out, width=width).print(console(rows))
+    Console(file=out, width=width).print(console(rows, width), soft_wrap=True)
     return out.getvalue()
 
 
 def test_markdown_is_as_expected():
     expected = """\
-## glm4_9b_1m x quest
+## glm4_9b_1m (hub weights, NVIDIA H200) x quest
 
 ### longbench/qasper [a]
 
@@ -108,11 +115,56 @@ def test_console_says_the_same_within_its_width():
     cells = [" ".join(line.split()) for line in lines]
     prr = "prr exact x1.25 41.2 8.00 1.50 98.0/99.0 1.50 17.25 100.0/100.0 0/640"
     assert cells.count(prr) == 3
-    for heading in ("glm4_9b_1m x quest", "infinitebench/longbook_choice_eng", "locality"):
+    for heading in (f"{GLM4} x quest", "infinitebench/longbook_choice_eng", "locality"):
         assert heading in lines
-    assert lines.count("glm4_9b_1m x quest") == 1
-    for word in ("hit: share of A that was predicted", "missed: blocks of A", "= serial: samples"):
-        assert word in text
+    assert lines.count(f"{GLM4} x quest") == 1
+    assert "hit: share of A that was predicted" in text and lines[-1] == "Whole table and legend: results.md"
+    assert "Not shown" not in text
+
+
+DROPPED = {
+    60: "dense/all steps, wasted blocks, missed blocks, = serial % tok/logit",
+    80: "dense/all steps, wasted blocks",
+}
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_narrow_console_drops_whole_columns_and_says_which(width):
+    rows = task_rows(truncated=2) + task_rows(model="smollm2", benchmark="infinitebench", task="longbook_choice_eng")
+    text = console(rows, width, "runs/a/long/path/that/is/not/wrapped/evaluate/results.md", ["A remark " * 9]).plain
+    lines = text.splitlines()
+    assert all(len(line) <= width for line in lines[:-1])
+    assert lines[-1].endswith(" runs/a/long/path/that/is/not/wrapped/evaluate/results.md")
+    cells = {60: "41.2 8.00 1.50 98.0/99.0", 80: "41.2 8.00 1.50 98.0/99.0 1.50 100.0/100.0"}
+    whole = "41.2 8.00 1.50 98.0/99.0 1.50 17.25 100.0/100.0 0/640"
+    assert f"prr exact x1.25 {cells.get(width, whole)}" in [" ".join(line.split()) for line in lines]
+    said = [] if width not in DROPPED else [f"Not shown in {width} columns: {DROPPED[width]}."]
+    assert [s for s in said if s not in " ".join(text.split())] == [] and ("Not shown" in text) == bool(said)
+    assert len({line.index("token") for line in lines if "token over" in line}) == 1, "heads and cells are aligned"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, GLM4),
+        ({"weights": "random", "device": "cpu"}, "glm4_9b_1m (random weights, cpu)"),
+        ({"weights": "random", "size": "tiny", "device": "cpu"}, "glm4_9b_1m (tiny, random weights, cpu)"),
+        ({"weights": "local", "size": "other"}, "glm4_9b_1m (of another size, local weights, NVIDIA H200)"),
+        ({"weights": None, "size": None, "device": None}, "glm4_9b_1m"),
+    ],
+)
+def test_headings_say_what_the_numbers_are_of(changes, text):
+    rows = task_rows(**changes)
+    assert described(rows[0]) == text
+    assert f"## {text} x quest\n" in to_markdown(rows)
+    assert f"\n{text} x quest\n" in console(rows).plain
+    assert f"| {text} x quest, token budget 4096 |" in paper_tables(rows)
+
+
+def test_rows_of_other_weights_sizes_or_devices_are_never_compared():
+    for changes in ({"weights": "random"}, {"size": "tiny"}, {"parameters": 1}, {"device": "cpu"}):
+        (prr,) = (r for r in with_speedup([row("serial", 10.0), row("prr", 5.0, **changes)]) if r["mode"] == "prr")
+        assert prr["speedup"] is None
 
 
 def test_unknown_values_are_dashes_and_never_nan(tmp_path):
@@ -139,13 +191,20 @@ def test_footnotes_name_the_special_cases():
         "reuse exact [b,c]": "[b] partly dense: in some steps the context was below budget.",
         "| reuse exact": "[c] 3 of 8 predictions were empty.",
         "reuse_repair exact [d]": ("[d] FAULT: exact repair promises the output of serial, and this is another."),
-        "prr union x0 [e,f]": ("[e] budget 0: speculation does not pay here, so every step ran as serial."),
+        "prr union x0 [e,f]": ("[e] budget 0: nothing was predicted, so every step ran as serial."),
         "| prr": ("[f] union repair: blocks of P outside A count too, so the output may leave serial's."),
     }
     for label, note in notes.items():
         assert label in text
         assert note in text
         assert note in rendered(rows)
+
+
+def test_a_task_without_steps_says_so():
+    none = [row(mode, None, steps=0, **(EXACT if mode == "prr" else {})) for mode in ("serial", "prr")]
+    text = to_markdown([*none, row("serial", 1.0, task="other")])
+    assert "[a] no decode step was measured: every answer ended at its first token." in text
+    assert "longbench/qasper [a]" in text and "longbench/other\n" in text and "budget 0" not in text
 
 
 def test_synthetic_queries_are_said_and_never_mixed_with_the_model_s_own():
@@ -155,7 +214,7 @@ def test_synthetic_queries_are_said_and_never_mixed_with_the_model_s_own():
     for text in (to_markdown(rows), " ".join(rendered(rows).split())):
         assert note in text and text.count("longbench/qasper [a]") == 1 and text.count("longbench/qasper") == 2
     assert "synthetic" not in to_markdown(task_rows(overlap_last=0.671))
-    who = "glm4_9b_1m x quest, token budget 4096"
+    who = f"{GLM4} x quest, token budget 4096"
     assert line(paper_tables(drawn), "Table 5", who).endswith("| longbench (synthetic queries) |")
     assert line(paper_tables(rows), "Table 5", who).endswith("| LongBench |"), "ours is over real queries only"
 
@@ -206,7 +265,7 @@ def test_paper_tables_set_ours_beside_its_numbers():
         row("prr", 9.0, benchmark="math500", task="math500", repair="exact", dense_steps=640),
     ]
     text = paper_tables(rows)
-    who = "glm4_9b_1m x quest, token budget 4096"
+    who = f"{GLM4} x quest, token budget 4096"
     # the average is over the paper's benchmarks that selected: (1.5 + 1.2) / 2
     assert line(text, "Table 1", who) == (
         f"| {who} | exact | 1.50 / 1.50 | 1.40 / - | 1.45 / 1.20 | 1.30 / - | 1.42 / - | - / 9.00 | 1.42 / 1.35 |"
@@ -218,11 +277,45 @@ def test_paper_tables_set_ours_beside_its_numbers():
     assert line(text, "Table 5", who) == f"| {who} | 0.672 | 0.672 | 0.810 | LongBench |"
 
 
+PAPER_CELLS = {
+    "Table 1": "1.42 / ",
+    "Tables 2 and 8": "1.41 / ",
+    "Tables 4 and 7": "| 98.05 |",
+    "Table 5": " 4096 | 0.672 |",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "beside"),
+    [
+        ({}, {"Table 1", "Tables 2 and 8", "Tables 4 and 7", "Table 5"}),
+        ({"device": "cpu"}, {"Table 1", "Tables 2 and 8", "Tables 4 and 7", "Table 5"}),
+        ({"weights": "random"}, {"Table 1", "Tables 2 and 8"}),
+        ({"queries": "synthetic"}, {"Table 1", "Tables 2 and 8"}),
+        ({"weights": "random", "size": "tiny"}, set()),
+        ({"weights": "random", "size": "unknown"}, set()),
+        ({"weights": "local", "size": "other"}, set()),
+    ],
+)
+def test_the_paper_s_numbers_stand_beside_those_of_their_kind_only(changes, beside):
+    text = paper_tables(task_rows(**changes))
+    assert {t for t, cell in PAPER_CELLS.items() if cell in line(text, t, "glm4_9b_1m (")} == beside
+    assert "no number of the paper beside" in text
+
+
+@pytest.mark.parametrize("delta", [None, 0.0])
+def test_prr_without_a_budget_says_so(delta):
+    rows = [row("serial", 10.0), row("prr", 10.0, **(EXACT | {"delta": delta}))]
+    assert "[a] budget 0: nothing was predicted, so every step ran as serial." in to_markdown(rows)
+    assert "budget 0" not in to_markdown([row("serial", 10.0), row("reuse", 10.0, **EXACT)])
+    assert "budget 0" not in to_markdown(task_rows())
+
+
 def test_a_sweep_of_deltas_has_a_line_each_and_other_models_have_no_paper():
     rows = task_rows(model="smollm2_135m")
     rows.append(row("prr", 6.0, model="smollm2_135m", repair="exact", delta=2.0))
     text = paper_tables(rows)
-    who = "smollm2_135m x quest, token budget 4096"
+    who = "smollm2_135m (hub weights, NVIDIA H200) x quest, token budget 4096"
     for delta, speedup in (("1.25", "1.50"), ("2", "2.00")):
         assert line(text, "Table 1", f"{who} | exact x{delta}") == (
             f"| {who} | exact x{delta} | - / {speedup} | - | - | - | - | - / {speedup} |"

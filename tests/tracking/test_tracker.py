@@ -3,6 +3,7 @@
 
 import json
 import logging
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -75,8 +76,11 @@ def test_two_runs_of_a_process_are_apart_and_resolved(tmp_path, caplog, capfd, e
     assert b"second-value" not in first and b"first-value" not in second
     assert b"${" not in first
     assert commands == [f"wandb sync {runs(tmp_path / s)[0]}" for s in ("decode", "evaluate")]
-    lines = [r.getMessage() for r in caplog.records if "wandb sync" in r.getMessage()]
-    assert lines == [f"W&B run kept offline; upload it with: {c}" for c in commands]
+    lines = [r.getMessage() for r in caplog.records if r.name == module.__name__ and r.levelno >= logging.INFO]
+    said = f"W&B runs are kept offline; upload those of this job with: wandb sync {tmp_path}/*/wandb/offline-run-*"
+    assert lines == [said], "one line a job"
+    words = subprocess.run(["sh", "-c", f"echo {said.split('with: ')[1]}"], capture_output=True, text=True).stdout
+    assert words.split() == ["wandb", "sync", *(str(runs(tmp_path / s)[0]) for s in ("decode", "evaluate"))]
     assert exit_codes == [0, 0]
     assert capfd.readouterr() == ("", "")  # W&B itself is silent
     (table,) = runs(tmp_path / "decode")[0].glob("files/media/table/*.json")
@@ -98,11 +102,12 @@ def test_an_exception_finishes_the_run_and_passes(tmp_path, exit_codes, error, c
     assert "wandb sync" in caplog.text
 
 
-def test_dir_puts_the_runs_elsewhere_and_quotes_the_command(tmp_path):
+def test_dir_puts_the_runs_elsewhere_and_quotes_the_command(tmp_path, caplog):
     other = tmp_path / "other place"
     with WandbTracker(dir=str(other)).run("decode", "g", {}, tmp_path / "stage") as run:
         pass
     assert run.sync_command == f"wandb sync '{runs(other)[0]}'"
+    assert caplog.messages[-1].endswith(f"with: wandb sync '{other}'/wandb/offline-run-*")
     assert not (tmp_path / "stage").exists()
 
 
@@ -224,7 +229,7 @@ def test_the_other_trackers_share_the_interface(tmp_path):
     assert (tmp_path / "LocalTracker" / "metrics.jsonl").read_text() == ('{"step": 2, "a": 1}\n{"summary": {"b": 2}}\n')
 
 
-@pytest.mark.parametrize("name, kind", [("wandb", WandbTracker), ("none", NoTracker)])
+@pytest.mark.parametrize("name, kind", [("wandb", WandbTracker), ("none", NoTracker), ("local", LocalTracker)])
 def test_the_options_are_the_classes(name, kind, monkeypatch):
     from hydra.utils import instantiate
 

@@ -3,6 +3,7 @@
 
 import builtins
 import json
+import sys
 
 import pytest
 
@@ -36,6 +37,36 @@ def test_a_section_shows_the_table_and_the_runs_of_the_job(job):
 def test_dry_run_lists_sections(job, capsys):
     assert report.main([str(job), "--dry-run"]) == 0
     assert capsys.readouterr().out.split() == ["TableOfContents", "H1", "P", "MarkdownBlock", "PanelGrid"]
+
+
+def test_a_table_over_jobs_names_what_differs_and_keeps_each_job_s_own_serial(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)  # it needs none
+    for number, (delta, serial) in enumerate(((1.0, 10.0), (2.0, 30.0))):
+        folder = tmp_path / "sweep" / f"hash{number}"
+        (folder / "evaluate").mkdir(parents=True)
+        config = {"experiment": "sweep", "seed": 7, "budget": {"name": "fixed", "delta": delta}}
+        of = {"model": "m", "weights": "hub", "dsa": "quest", "benchmark": "ruler", "budget_tokens": 64, "seed": 7}
+        rows = [
+            of | {"task": task, "mode": mode, "delta": delta, "ms_per_token": ms, "steps": 9, "hit_rate_all": 0.5}
+            for task in ("niah", "vt")
+            for mode, ms in (("serial", serial), ("prr", 5.0))
+        ]
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "evaluate/results.json").write_text(json.dumps({"rows": rows}))
+        (folder / "evaluate/manifest.json").write_text("{}")
+    assert report.main([*map(str, sorted((tmp_path / "sweep").iterdir())), "--table"]) == 0
+    first, second, _, head, _, *body = capsys.readouterr().out.splitlines()
+    assert first == "- job 1: sweep-hash0: m (hub weights) x quest, budget.delta=1.0"
+    assert second == "- job 2: sweep-hash1: m (hub weights) x quest, budget.delta=2.0"
+    assert head.startswith("| task | mode | job | score % | ms per token | speed-up over serial |")
+    cells = [[c.strip() for c in line.split("|")[1:7]] for line in body if line]
+    assert cells[:4] == [
+        ["ruler/niah", "serial", "1", "-", "10.00", "1.00"],
+        ["ruler/niah", "serial", "2", "-", "30.00", "1.00"],
+        ["ruler/niah", "prr x1", "1", "-", "5.00", "2.00"],
+        ["ruler/niah", "prr x2", "2", "-", "5.00", "6.00"],
+    ]
+    assert len(cells) == 8
 
 
 @pytest.mark.parametrize("gone", ["config.json", "evaluate/manifest.json", "evaluate/results.json"])

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The attention phase of a decode step on a device: one call a layer, side by side where streams allow.
+
+    append
+    |-- speculate: partials = attend(P)
+    `-- main: score, select -> A
+    join; repair: merge(A: partials of A n P, and of A \ P computed now)
+    `-- learn: P of the next step, beside the linear layers; joined at the end of the step
+
+Nothing is allocated that another stream touches, and nothing asks the device: the phase can be captured into a CUDA
+graph and replayed with other contents. On a CPU the same calls run one after the other.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import cutlass_kernels as ck
+from prr_pipeline.models.cache import KVCache, LayerCache
+from prr_pipeline.prr.calibration import Window
+from prr_pipeline.prr.predictor import LAST_SCORES
+
+Lane = torch.cuda.Stream | None
+Partials = tuple[Tensor, Tensor]
+
+_WIDE = 256  # tokens of a block where all tokens are attended
+_GROUP = 64  # parts of a first merge, at most
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step does; equal plans are one graph.
+
+    sparse: the step selects, in all layers but the method's dense ones. width: blocks of P; 0 is serial.
+    repair: exact | union. all_or_nothing: any miss recomputes all of A. learns: P of the next step is predicted.
+    """
+
+    sparse: bool
+    width: int = 0
+    repair: str = "exact"
+    all_or_nothing: bool = False
+    learns: bool = False
+
+
+@contextmanager
+def forked(lane: Lane) -> Iterator[None]:
+    """Run the calls within on a lane, after what the current stream holds so far."""
+    if lane is None:
+        yield
+        return
+    lane.wait_stream(torch.cuda.current_stream(lane.device))
+    with torch.cuda.stream(lane):
+        yield
+
+
+def join(lane: Lane) -> None:
+    """Let the current stream wait for a lane."""
+    if lane is not None:
+        torch.cuda.current_stream(lane.device).wait_stream(lane)
+
+
+class AttentionPhase:
+    """Buffers and lanes for one cache.
+
+    Args:
+        cache: of all layers.
+        q_heads: of the model.
+    """
+
+    logs = True  # ids, missed and counts hold what every step selected
+
+    def __init__(self, cache: KVCache, q_heads: int):
+        k = cache.layers[0].k
+        self.cache, self.method, self.device = cache, cache.method, k.device
+        self.group = q_heads // k.shape[1]
+        B, H, N = k.shape[:3]
+        L, K = len(cache.layers), self.method.top_k
+
+        def ints(*shape: int) -> Tensor:
+            return torch.full((L, B, H, *shape), -1, dtype=torch.int32, device=self.device)
+
+        self.scores, self.level, self.trend = (
+            torch.zeros(L, B, H, N, dtype=torch.float32, device=self.device) for _ in range(3)
+        )
+        self.theta = torch.zeros(L, B, 3, dtype=torch.float32, device=self.device)
+        self.ids, self.position, self.missed, self.counts = ints(K), ints(K), ints(K), ints(2)
+        self.nothing = ints(0)
+        self.predicted: dict[int, Tensor] = {0: self.nothing}
+        self._ints = ints
+        self._partials: dict[tuple[int, ...], Partials] = {}
+        self.dense = _Dense(cache, self.group)
+        lanes = (torch.cuda.Stream(self.device) if self.device.type == "cuda" else None for _ in range(2))
+        self.speculate, self.learn = lanes
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the buffers of every step."""
+        return sum(x.nbytes for x in (self.scores, self.level, self.trend, self.ids, self.position, self.missed))
+
+    def ahead(self, width: int) -> Tensor:
+        """P of that width, [L, B, H_kv, width] int32: the buffer that steps of a plan read and write."""
+        if width not in self.predicted:
+            self.predicted[width] = self._ints(width)
+        return self.predicted[width]
+
+    def _buffers(self, *shape: int) -> Partials:
+        """Partials [*shape, D] and [*shape] float32, the same ones for the same shape."""
+        if shape not in self._partials:
+            D = self.cache.layers[0].k.shape[4]
+            o = torch.empty(*shape, D, dtype=torch.float32, device=self.device)
+            self._partials[shape] = o, torch.empty(shape, dtype=torch.float32, device=self.device)
+        return self._partials[shape]
+
+    # ------------------------------------------------------------------------------------------ predictor
+    def warm(self, windows: dict[int, Window], thetas: dict[int, tuple[float, float, float]], width: int) -> None:
+        """The state after a prompt's last rows; only the last row needs its P.
+
+        thetas: by layer; a layer without one predicts its last scores.
+        """
+        self.level.fill_(float("nan"))
+        self.trend.zero_()
+        for layer, window in windows.items():
+            theta = thetas.get(layer, LAST_SCORES)
+            self.theta[layer] = torch.tensor(theta, device=self.device)
+            rows = window.lengths.shape[0]
+            for i in range(rows - 1 if theta == LAST_SCORES else 0, rows):
+                lens = window.lengths[i : i + 1]
+                self.update(layer, window.scores[i : i + 1], lens, width if i == rows - 1 else 0)
+
+    def update(self, layer: int, scores: Tensor, seq_lens: Tensor, width: int) -> None:
+        """Learn from scores [B, H_kv, N]; write P of the next step."""
+        m, state = self.method, (self.level[layer], self.trend[layer], self.theta[layer])
+        sink, local = (m.sink, m.local) if width else (0, 0)
+        ck.predict(scores, *state, seq_lens, m.block_size, sink, local, self.ahead(width)[layer])
+
+    def repredict(self, layers: list[int], width: int) -> None:
+        """P of another width from what was learned: scores that are not finite change nothing."""
+        nothing = torch.full_like(self.scores[0], float("nan"))
+        for layer in layers:
+            self.update(layer, nothing, self.cache.seq_lens, width)
+
+    # ------------------------------------------------------------------------------------------ one layer
+    def run(self, plan: Plan, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Append the step's token and attend. q: [B, Hq, D], k, v: [B, H_kv, D] -> [B, Hq, D], allocated."""
+        at = self.cache.append(layer, k, v)
+        if not plan.sparse or layer < self.method.dense_layers:
+            return self.dense(at, q, scale)
+        if plan.width:
+            out = self.speculative(plan, layer, at, q, scale)
+        else:
+            out = self.attend_chosen(at, q, self.choose(plan, layer, at, q, scale), scale)
+        if plan.learns:
+            with forked(self.learn):
+                self.update(layer, self.scores[layer], self.cache.seq_lens, plan.width)
+        return out
+
+    def speculative(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
+        """Attend over P beside the selection, then repair."""
+        with forked(self.speculate):
+            ready = self.attend_ahead(plan, layer, at, q, scale)
+        chosen = self.choose(plan, layer, at, q, scale)
+        join(self.speculate)
+        return self.mend(plan, at, q, chosen, ready, scale)
+
+    def end(self, plan: Plan) -> None:
+        """What a step must wait for."""
+        if plan.learns:
+            join(self.learn)
+
+    def choose(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> ck.Selection:
+        """Score and select; A against P."""
+        m, lens, scores = self.method, self.cache.seq_lens, self.scores[layer]
+        m.score(q, at.meta, lens, scale, scores)
+        out = ck.Selection(self.ids[layer], self.position[layer], self.missed[layer], self.counts[layer])
+        ahead = self.ahead(plan.width)[layer]
+        return ck.select(scores, lens, m.block_size, m.top_k, m.sink, m.local, predicted=ahead, out=out)
+
+    def attend_ahead(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Partials:
+        """Partials of P; of a union, their merge."""
+        ids = self.ahead(plan.width)[layer]
+        partials = self._buffers(*ids.shape, self.group)
+        ck.attend(q, at.k, at.v, ids, self.cache.seq_lens, scale, out=partials)
+        if plan.repair == "exact":
+            return partials
+        return ck.merge(*partials, self._buffers(*q.shape[:2]))
+
+    def attend_chosen(self, at: LayerCache, q: Tensor, chosen: ck.Selection, scale: float) -> Tensor:
+        """Attention over A alone."""
+        partials = self._buffers(*chosen.ids.shape, self.group)
+        ck.attend(q, at.k, at.v, chosen.ids, self.cache.seq_lens, scale, out=partials)
+        return ck.merge(*partials, _fresh(q))[0]
+
+    def mend(
+        self, plan: Plan, at: LayerCache, q: Tensor, chosen: ck.Selection, ready: Partials, scale: float
+    ) -> Tensor:
+        """Attention over A (exact) or A u P (union), from what was computed ahead."""
+        if plan.repair == "union":
+            return ck.repair_union(q, at.k, at.v, chosen, *ready, self.cache.seq_lens, scale)[0]
+        kept = all_or_nothing(chosen) if plan.all_or_nothing else chosen
+        return ck.repair(q, at.k, at.v, kept, *ready, self.cache.seq_lens, scale)[0]
+
+
+def all_or_nothing(chosen: ck.Selection) -> ck.Selection:
+    """S1 of the paper: a sequence with any miss uses none of its partials."""
+    missed = chosen.counts[..., 1].amax(1)[:, None, None] > 0
+    return chosen._replace(position=torch.where(missed, -1, chosen.position))
+
+
+def _fresh(q: Tensor) -> Partials:
+    """An output that the compiler may reuse for its own ends after it was read."""
+    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+class _Dense:
+    """Attention over all tokens. Many blocks are taken wide and merged in two levels, few as a selection of all."""
+
+    def __init__(self, cache: KVCache, group: int):
+        B, H, N, T, D = cache.layers[0].k.shape
+        self.cache, self.wide = cache, 1
+        if N > 512:  # what one merge takes
+            while T * self.wide < _WIDE and N % (2 * self.wide) == 0:
+                self.wide *= 2
+        parts = N // self.wide
+        self.first = 1
+        while self.wide > 1 and self.first < _GROUP and parts % (2 * self.first) == 0:
+            self.first *= 2
+        device = cache.layers[0].k.device
+        self.ids = torch.arange(parts, dtype=torch.int32, device=device).expand(B, H, parts).contiguous()
+        self.shape = (B, H, parts, group, D)
+        self._buffers: list[Partials] = []
+
+    def __call__(self, at: LayerCache, q: Tensor, scale: float) -> Tensor:
+        """q: [B, Hq, D] -> [B, Hq, D], allocated."""
+        B, H, parts, G, D = self.shape
+        if not self._buffers:
+            self._allocate()
+        o, lse = self._buffers[0]
+        k, v = (x.view(B, H, parts, -1, D) for x in (at.k, at.v))
+        ck.attend(q, k, v, self.ids, self.cache.seq_lens, scale, out=(o, lse))
+        if self.first > 1:
+            n = parts // self.first
+            half = self._buffers[1]
+            ck.merge(o.view(B, H * n, self.first, G, D), lse.view(B, H * n, self.first, G), half)
+            o, lse = (x.view(B, H, n, G, *x.shape[2:]) for x in half)
+        return ck.merge(o, lse, _fresh(q))[0]
+
+    def _allocate(self) -> None:
+        B, H, parts, G, D = self.shape
+
+        def room(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=self.ids.device)
+
+        self._buffers = [(room(B, H, parts, G, D), room(B, H, parts, G))]
+        n = H * parts // self.first * G
+        self._buffers.append((room(B, n, D), room(B, n)))

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the parts of the attention phase take on a GPU: each in a CUDA graph over several layers, nothing in cache.
+
+A part is timed as it runs in a step, once a layer, each layer with keys and values of its own; together they exceed the
+L2 cache, so that every read comes from memory. A time is the median of replays over the number of layers.
+"""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import cutlass_kernels as ck
+from prr_pipeline.dsa.base import SparseMethod
+from prr_pipeline.models.cache import KVCache
+from prr_pipeline.prr.calibration import Window
+from prr_pipeline.prr.phase import AttentionPhase, Partials, Plan
+from prr_pipeline.prr.synthetic import block_keys, drifting
+
+_COLD = 1 << 29  # bytes of keys and values that no cache holds
+_LEAST = 8  # layers, so that starting a graph is a small part of its time
+_REPLAYS = 21
+
+
+def graph_us(body: Callable[[], object], replays: int = _REPLAYS) -> float:
+    """Median microseconds of a replay of what body launches."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        body()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    times = []
+    for _ in range(replays):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        graph.replay()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last) * 1e3)
+    return statistics.median(times)
+
+
+class PhaseTimes:
+    """Times of one context.
+
+    Args:
+        method: the sparse method.
+        layers, q_heads, kv_heads, head_dim: of the model; as many layers are timed as make reads cold.
+        context: tokens in the cache.
+        drift, block_weight: of the synthetic keys and queries, see prr_pipeline.prr.synthetic.
+        theta: of the predictor that has seen the last `rows` steps.
+    """
+
+    def __init__(
+        self,
+        method: SparseMethod,
+        layers: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        context: int,
+        dtype: torch.dtype,
+        drift: float,
+        block_weight: float,
+        theta: tuple[float, float, float],
+        seed: int,
+        rows: int = 4,
+    ):
+        device = torch.device("cuda")
+        a_layer = 2 * kv_heads * head_dim * context * dtype.itemsize
+        count = min(layers - method.dense_layers, max(_LEAST, -(-_COLD // a_layer)))
+        self.skip = method.dense_layers
+        self.cache = KVCache(method, count + self.skip, 1, kv_heads, head_dim, context, dtype, device)
+        self.layers = range(self.skip, self.skip + count)
+        self.phase = AttentionPhase(self.cache, q_heads)
+        self.scale = head_dim**-0.5
+        self.cache.set_length(context)
+        gen = torch.Generator(device).manual_seed(seed)
+        lens = torch.tensor([context], dtype=torch.int32, device=device)
+        windows, queries = {}, []
+        for layer in self.layers:
+            at = self.cache.layers[layer]
+            k = block_keys(gen, at.k, block_weight)[:, :, :context]
+            self.cache.write(layer, k, torch.randn(k.shape, generator=gen, dtype=dtype, device=device))
+            self.cache.rebuild(layer, context)
+            q = drifting(gen, q_heads, rows + 1, head_dim, drift).to(dtype)
+            scores = torch.empty(rows, 1, kv_heads, self.cache.num_blocks, device=device)
+            for i in range(rows):
+                method.score(q[:, :, i].contiguous(), at.meta, lens, self.scale, scores[i])
+            windows[layer] = Window(scores[:, 0], lens.expand(rows).contiguous())
+            queries.append(q[:, :, rows].contiguous())
+        self.windows, self.theta, self.queries = windows, theta, dict(zip(self.layers, queries, strict=True))
+
+    def plan(self, width: int, repair: str = "exact") -> Plan:
+        """A step's plan, with P of that width as it was predicted at the last row."""
+        self.phase.warm(self.windows, dict.fromkeys(self.layers, self.theta), width)
+        return Plan(True, width, repair)
+
+    def _time(self, body: Callable[[int, Tensor], object]) -> float:
+        def every() -> None:
+            for layer in self.layers:
+                body(layer, self.queries[layer])
+
+        return round(graph_us(every) / len(self.layers), 3)
+
+    def serial(self) -> dict[str, float]:
+        """Of a step without speculation: scores, selection with them, attention over A alone, all in order; dense."""
+        phase, cache, lens = self.phase, self.cache, self.cache.seq_lens
+        plan = self.plan(0)
+
+        def score(layer: int, q: Tensor) -> object:
+            return phase.method.score(q, cache.layers[layer].meta, lens, self.scale, phase.scores[layer])
+
+        def choose(layer: int, q: Tensor) -> ck.Selection:
+            return phase.choose(plan, layer, cache.layers[layer], q, self.scale)
+
+        def attend(layer: int, q: Tensor) -> object:
+            return phase.attend_chosen(cache.layers[layer], q, self._chosen(layer), self.scale)
+
+        return {
+            "score_us": self._time(score),
+            "select_us": self._time(choose),
+            "attend_all_us": self._time(attend),
+            "serial_us": self._time(
+                lambda layer, q: phase.attend_chosen(cache.layers[layer], q, choose(layer, q), self.scale)
+            ),
+            "dense_us": self._time(lambda layer, q: phase.dense(cache.layers[layer], q, self.scale)),
+        }
+
+    def _chosen(self, layer: int) -> ck.Selection:
+        p = self.phase
+        return ck.Selection(p.ids[layer], p.position[layer], p.missed[layer], p.counts[layer])
+
+    def speculative(self, width: int, repair: str = "exact") -> dict[str, float]:
+        """Of a step that speculates: attention over P alone, the repair, all side by side; blocks missed a KV head."""
+        phase, cache = self.phase, self.cache
+        plan = self.plan(width, repair)
+
+        def both(layer: int, q: Tensor) -> object:
+            return phase.speculative(plan, layer, cache.layers[layer], q, self.scale)
+
+        def ahead(layer: int, q: Tensor) -> Partials:
+            return phase.attend_ahead(plan, layer, cache.layers[layer], q, self.scale)
+
+        def mend(layer: int, q: Tensor) -> object:
+            return phase.mend(plan, cache.layers[layer], q, self._chosen(layer), ready[layer], self.scale)
+
+        overlapped = self._time(both)
+        ready = {layer: ahead(layer, q) for layer, q in self.queries.items()}  # one buffer: its values do not matter
+        times = {"attend_us": self._time(ahead), "repair_us": self._time(mend), "prr_us": overlapped}
+        counts = phase.counts[self.skip :].float().mean((0, 1, 2)).tolist()
+        return {**times, "chosen": counts[0], "missed": counts[1]}
+
+    def bytes_read(self) -> dict[str, int]:
+        """What a layer's scores, attention over A, and attention over all tokens must read at least."""
+        at, m = self.cache.layers[self.layers[0]], self.phase.method
+        heads, dim, size = at.k.shape[1], at.k.shape[4], at.k.element_size()
+        token = 2 * heads * dim * size
+        tokens = self.cache.length
+        return {
+            "score": sum(x.nbytes for x in at.meta.values()),
+            "attend": min(tokens, m.budget_tokens) * token,
+            "dense": tokens * token,
+        }
+
+    def predict(self, width: int) -> float:
+        """Of learning and predicting; it changes what was learned."""
+        lens = self.cache.seq_lens
+        plan = self.plan(width)
+        return self._time(lambda layer, q: self.phase.update(layer, self.phase.scores[layer], lens, plan.width))
+
+
+def read_bandwidth(size: int = 1 << 32) -> float:
+    """Bytes a second that a plain reduction reads: the ceiling of everything above."""
+    x = torch.zeros(size // 4, dtype=torch.float32, device="cuda")
+    return size / (graph_us(x.sum, 11) * 1e-6)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stage profile measures on a GPU: parts of a step in CUDA graphs, alone and side by side, and what they read.
+
+Caches are synthetic; all that is timed does its real work on them. Beside every time stands what it reads a second, so
+that the capacity left idle shows (the paper's figure 4).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prr_pipeline.benchmarks.locality import Locality
+from prr_pipeline.models.attention import attached, attention_modules
+from prr_pipeline.prr.budget import width
+from prr_pipeline.prr.graphs import GraphEngine, step_function
+from prr_pipeline.prr.timing import PhaseTimes, graph_us, read_bandwidth
+from prr_pipeline.prr.traffic import weight_bytes
+from prr_pipeline.stages.job import Job
+
+_THETA = (0.4, 0.3, 0.25)  # the middle of the paper's grid; the hit rate that repair meets depends little on it
+
+Row = dict[str, Any]
+
+
+def measure(job: Job, context: int, deltas: list[float]) -> tuple[list[Row], Row]:
+    """Rows of one context by delta, and its breakdown; us a layer, TB/s.
+
+    A row: select_us (scores and top-K) and attend_us (P), alone; repair_us; serial_us and prr_us, the whole attention
+    phase without and with speculation side by side; missed (blocks a KV head).
+    """
+    times = _times(job, context)
+    serial = times.serial()
+    rows = []
+    for delta in deltas:
+        found = times.speculative(width(delta, job.method.top_k), job.runtime.repair)
+        kept = {k: serial[k] for k in ("select_us", "serial_us")}
+        rows.append({"context": context, "delta": delta, **kept, **found})
+    last = rows[-1]
+    parts = {
+        "select_us": serial["select_us"],
+        "attend_us": serial["attend_all_us"],
+        "repair_us": last["repair_us"],
+        "predict_us": times.predict(width(deltas[-1], job.method.top_k)),
+        "score_us": serial["score_us"],
+        "dense_us": serial["dense_us"],
+    }
+    read = times.bytes_read()
+    for part in ("score", "attend", "dense"):
+        parts[f"{part}_tbs"] = _tbs(read[part], parts[f"{part}_us"])
+    return rows, {"context": context, **parts}
+
+
+def _times(job: Job, context: int) -> PhaseTimes:
+    shape, b = job.loaded.shape, job.benchmark
+    return PhaseTimes(
+        job.method,
+        shape.layers,
+        shape.q_heads,
+        shape.kv_heads,
+        shape.head_dim,
+        context,
+        job.engine.dtype,
+        job.drift(context),
+        getattr(b, "block_weight", Locality.block_weight),
+        _THETA,
+        job.cfg.seed,
+    )
+
+
+def linear_parts(job: Job) -> dict[str, float]:
+    """Us a layer of the attention's projections and of the rest of the model (FFN, norms), attention left out; TB/s."""
+    model, layers = job.loaded.model, job.loaded.shape.layers
+    engine = job.engine
+    assert isinstance(engine, GraphEngine)
+    step = step_function(model, engine.how)
+    ids = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+
+    def nothing(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return q.transpose(1, 2).clone()
+
+    with torch.no_grad(), attached(model, nothing):
+        total = graph_us(lambda: step(ids, ids))
+    own = [p for m in attention_modules(model) for p in m.modules() if isinstance(p, nn.Linear)]
+    head = model.get_output_embeddings()
+    projections = graph_us(_each(own)) / layers
+    rest = (total - (graph_us(_each([head])) if head is not None else 0.0)) / layers - projections
+    return {
+        "qkv_us": round(projections, 3),
+        "ffn_us": round(rest, 3),
+        "model_us": round(total, 3),
+        "linear_tbs": _tbs(weight_bytes(model), total),
+    }
+
+
+def _each(modules: list[Any]) -> Callable[[], None]:
+    """Run each on a token of its own width."""
+    inputs = {m.in_features: torch.zeros(1, 1, m.in_features, dtype=m.weight.dtype, device="cuda") for m in modules}
+
+    def body() -> None:
+        with torch.no_grad():
+            for m in modules:
+                m(inputs[m.in_features])
+
+    return body
+
+
+def _tbs(size: float, us: float) -> float:
+    return round(size / us * 1e-6, 3)
+
+
+def ceiling_tbs() -> float:
+    """What a plain reduction reads."""
+    return round(read_bandwidth() * 1e-12, 3)

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps in bursts on a shared cache do what the plain decoder does: tokens, bits of the logits, counts of hits.
+
+On a CPU they run eagerly. On a GPU (marker gpu) they are captured, compiled, and run beside each other, and are held
+against each other: every exact mode yields the bits of serial.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_engine import KINDS, LAYERS, METHODS, QUEST, THETA, build, prompt, tiny
+
+from prr_pipeline.dsa.base import SparseMethod
+from prr_pipeline.dsa.infllm_v2 import InfLLMv2
+from prr_pipeline.dsa.quest import Quest
+from prr_pipeline.prr import synthetic
+from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off
+from prr_pipeline.prr.engine import Mode, Step, digest
+from prr_pipeline.prr.graphs import GraphEngine, GraphOptions
+from prr_pipeline.prr.phase import AttentionPhase
+from prr_pipeline.prr.sampling import Sampler
+
+MODES = ("serial", "dense", "reuse", "reuse_repair", "prr")
+EXACT = ("reuse", "reuse_repair", "prr")
+EAGER = GraphOptions(burst=5, compiled=False, captured=False)
+THETAS = dict.fromkeys(range(LAYERS), THETA)
+ROOM = 24
+
+
+def engine(model: Any, method: SparseMethod, how: GraphOptions = EAGER) -> GraphEngine:
+    config = model.config
+    shape = (LAYERS, config.num_key_value_heads, config.head_dim)
+    return GraphEngine(model, method, *shape, prefill_chunk=2048, window=12, how=how)
+
+
+def mode(name: str, repair: str = "exact", budget: BudgetPolicy | None = None) -> Mode:
+    return Mode.build(name, repair, budget or Fixed(delta=1.5))
+
+
+def run(
+    graphs: GraphEngine,
+    name: str,
+    tokens: int = 70,
+    temperature: float = 0.0,
+    stops: frozenset[int] = frozenset(),
+    **of_mode: Any,
+) -> list[Step]:
+    start = graphs.prefill(prompt(tokens), ROOM)
+    decoder = graphs.decoder(start, mode(name, **of_mode), THETAS)
+    return list(decoder.generate(Sampler(temperature, 0.9, 0, "x"), ROOM, set(stops)))
+
+
+def told(steps: list[Step]) -> list[tuple[Any, ...]]:
+    """Everything but times."""
+    return [(s.token, s.digest, s.stats and (s.stats.context, s.stats.layers)) for s in steps]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_bursts_do_what_single_steps_do(kind: str, name: str, temperature: float) -> None:
+    plain, graphs = build(tiny(kind), METHODS[name]), engine(tiny(kind), METHODS[name])
+    for one in MODES:
+        start = plain.prefill(prompt(70), ROOM)
+        sampler = Sampler(temperature, 0.9, 0, "x")
+        wanted = list(plain.decoder(start, mode(one), THETAS).generate(sampler, ROOM, set()))
+        assert told(run(graphs, one, temperature=temperature)) == told(wanted), one
+
+
+@pytest.mark.parametrize("repair", ["exact", "union"])
+def test_budgets_that_change_within_a_burst(repair: str) -> None:
+    """The width of P follows the context, to nothing and back; the plain decoder does the same."""
+
+    class Stairs(Fixed):
+        def ratio(self, context: int) -> float:
+            return (1.5, 0.0, 1.0, 2.0)[context // 3 % 4]
+
+    budget = Stairs(name="stairs")
+    plain, graphs = build(tiny("llama"), QUEST), engine(tiny("llama"), QUEST)
+    start = plain.prefill(prompt(70), ROOM)
+    of_mode = mode("prr", repair, budget)
+    wanted = list(plain.decoder(start, of_mode, THETAS).generate(Sampler(0, 1, 0, "x"), ROOM, set()))
+    assert told(run(graphs, "prr", repair=repair, budget=budget)) == told(wanted)
+    assert {s.stats.layers[1].predicted for s in wanted if s.stats} == {0, 2 * 6, 2 * 9, 2 * 12}
+
+
+def test_steps_that_begin_to_select_on_the_way() -> None:
+    """Dense until the prompt and its answer have more blocks than top_k."""
+    graphs = engine(tiny("llama"), QUEST)
+    wanted, got = (told(run(graphs, name, tokens=14)) for name in ("serial", "prr"))
+    assert [w[:2] for w in wanted] == [g[:2] for g in got]
+    selects = [bool(s.stats.layers) for s in run(graphs, "prr", tokens=14) if s.stats]
+    assert not selects[0] and selects[-1] and selects == sorted(selects)
+
+
+def test_a_stop_ends_it_within_a_burst() -> None:
+    graphs = engine(tiny("llama"), QUEST)
+    whole = [s.token for s in run(graphs, "prr", temperature=1.3)]
+    stop = whole[7]
+    cut = run(graphs, "prr", temperature=1.3, stops=frozenset({stop}))
+    assert [s.token for s in cut] == whole[: whole.index(stop) + 1]
+    assert cut[-1].stats is None and all(s.stats for s in cut[:-1])
+
+
+@pytest.mark.parametrize("limit", [1, 2, 6, 7])
+def test_limits_around_a_burst(limit: int) -> None:
+    graphs = engine(tiny("llama"), QUEST)
+    start = graphs.prefill(prompt(70), ROOM)
+    steps = list(graphs.decoder(start, mode("prr"), THETAS).generate(Sampler(0, 1, 0, "x"), limit, set()))
+    assert len(steps) == limit and [s.stats is None for s in steps] == [False] * (limit - 1) + [True]
+
+
+def test_modes_share_one_cache_and_leave_no_trace_in_it() -> None:
+    graphs = engine(tiny("llama"), QUEST)
+    start = graphs.prefill(prompt(70), ROOM)
+    first = told(list(graphs.decoder(start, mode("serial"), {}).generate(Sampler(0, 1, 0, "x"), ROOM, set())))
+    for name in MODES:
+        decoder = graphs.decoder(start, mode(name), THETAS)
+        list(decoder.generate(Sampler(1.3, 1, 1, name), ROOM, set()))
+    again = told(list(graphs.decoder(start, mode("serial"), {}).generate(Sampler(0, 1, 0, "x"), ROOM, set())))
+    assert again == first
+
+
+def test_the_next_prompt_takes_the_cache_over() -> None:
+    graphs = engine(tiny("llama"), QUEST)
+    start = graphs.prefill(prompt(70), ROOM)
+    other = graphs.prefill(prompt(40), ROOM)
+    assert other.cache is start.cache
+    graphs.release()
+    assert graphs.prefill(prompt(70), ROOM).cache is not start.cache
+    with pytest.raises(RuntimeError, match="no longer in the cache"):
+        graphs.decoder(start, mode("serial"), {})
+
+
+def test_synthetic_steps_are_those_of_the_plain_decoder() -> None:
+    model = tiny("llama")
+    found = []
+    for one in (build(model, QUEST), engine(model, QUEST)):
+        start = synthetic.prefill(one, 100, ROOM, 0.3, 0.5, 0, "s-0")
+        decoder = one.decoder(start, mode("prr"), THETAS)
+        found.append(told(list(decoder.generate(Sampler(0, 1, 0, "x"), ROOM, set()))))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("blocks", [8, 513, 520, 1024])
+def test_dense_attention_in_two_levels_is_attention_over_all_tokens(blocks: int) -> None:
+    method = Quest(block_size=4, top_k=6)
+    graphs = engine(tiny("llama"), method)
+    cache = super(GraphEngine, graphs).cache(blocks * 4)
+    cache.set_length(blocks * 4 - 5)
+    gen = torch.Generator().manual_seed(0)
+    shape = (1, 2, cache.length, 16)
+    k, v = (torch.randn(shape, generator=gen) for _ in range(2))
+    cache.write(0, k, v)
+    q = torch.randn(1, 4, 16, generator=gen)
+    out = AttentionPhase(cache, 4).dense(cache.layers[0], q, 0.25)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q[:, :, None], k, v, scale=0.25, enable_gqa=True)
+    torch.testing.assert_close(out, wanted[:, :, 0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_digest_shows_every_bit(dtype: torch.dtype) -> None:
+    logits = torch.randn(1, 300).to(dtype)
+    assert digest(logits).shape == (1,)
+    words = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    seen = {int(digest(logits))}
+    for i in (0, 1, 150, 299):
+        for bit in (0, 3, 9, 14):
+            other = logits.clone()
+            other.view(words)[0, i] ^= 1 << bit
+            seen.add(int(digest(other)))
+    assert len(seen) == 17
+    swapped = logits[:, torch.arange(299, -1, -1)].contiguous()
+    assert int(digest(swapped)) not in seen
+
+
+# ---------------------------------------------------------------------------------------------------- on a GPU
+GPU_METHODS = {
+    "quest": Quest(block_size=16, top_k=8, sink=1, local=2, dense_layers=1),
+    "infllm_v2": InfLLMv2(block_size=64, top_k=4, sink=1, local=2, dense_len=0),
+}
+
+
+def on_gpu(kind: str, heads: int = 8, kv_heads: int = 2, head_dim: int = 64) -> Any:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING[kind](
+        hidden_size=heads * head_dim,
+        intermediate_size=256,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=997,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+        pad_token_id=None,
+    )
+    torch.manual_seed(1)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", GPU_METHODS)
+def test_captured_modes_yield_the_bits_of_serial(kind: str, name: str) -> None:
+    how = GraphOptions(burst=8, compiled=kind == "llama", captured=True)
+    graphs = engine(on_gpu(kind), GPU_METHODS[name], how)
+    for tokens in (700, 333):
+        wanted = run(graphs, "serial", tokens=tokens)
+        assert len({s.token for s in wanted}) > 3, "a sequence that repeats itself proves little"
+        for one in EXACT:
+            got = run(graphs, one, tokens=tokens)
+            assert [(s.token, s.digest) for s in got] == [(s.token, s.digest) for s in wanted], one
+        hits = [x for s in got if s.stats for x in s.stats.layers.values()]
+        assert sum(x.missed for x in hits) > 0 and sum(x.chosen for x in hits) > sum(x.missed for x in hits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_METHODS)
+def test_captured_steps_are_the_eager_ones(name: str) -> None:
+    model = on_gpu("llama")
+    eager, captured = (
+        engine(model, GPU_METHODS[name], GraphOptions(8, compiled=False, captured=x)) for x in (False, True)
+    )
+    for one in MODES:
+        for temperature in (0.0, 1.3):
+            a, b = (run(x, one, tokens=700, temperature=temperature) for x in (eager, captured))
+            assert told(a) == told(b), (one, temperature)
+
+
+@pytest.mark.gpu
+def test_a_budget_of_nothing_is_serial_on_a_gpu_too() -> None:
+    graphs = engine(on_gpu("llama"), GPU_METHODS["quest"], GraphOptions(8, compiled=False))
+    wanted = run(graphs, "serial", tokens=700)
+    assert told(run(graphs, "prr", tokens=700, budget=Off())) == told(wanted)
+
+
+@pytest.mark.gpu
+def test_metadata_after_a_long_run_is_that_of_a_rebuild() -> None:
+    for method in GPU_METHODS.values():
+        graphs = engine(on_gpu("llama"), method, GraphOptions(64, compiled=False))
+        start = graphs.prefill(prompt(600), 700)
+        list(graphs.decoder(start, mode("prr"), THETAS).generate(Sampler(1, 1, 0, "x"), 700, set()))
+        cache = start.cache
+        for layer, at in enumerate(cache.layers):
+            kept = {key: x.clone() for key, x in at.meta.items()}
+            cache.rebuild(layer, cache.length)
+            for key, x in at.meta.items():
+                whole = ~(x.isnan() | kept[key].isnan())
+                assert whole.any() and torch.equal(x[whole], kept[key][whole]), (method.name, layer, key)
+
+
+def test_a_plan_of_no_budget_is_the_plan_of_serial() -> None:
+    graphs = engine(tiny("llama"), replace(QUEST))
+    start = graphs.prefill(prompt(70), ROOM)
+    serial, idle = (graphs.decoder(start, mode(x, budget=Off()), {})._plans(ROOM) for x in ("serial", "prr"))
+    assert serial == idle

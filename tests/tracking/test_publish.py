@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published rows: floors, the share that was hidden, and the table made of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prr_pipeline.tracking import publish
+
+HEAD = {"gpu": "g", "driver": "d", "torch": "t", "cutlass": "c", "commit": "0123456789abcdef", "date": "2026-01-01"}
+
+
+def job(folder: Path, **times: float) -> Path:
+    """A job whose modes took so many ms, as its stages leave it."""
+    for stage in ("decode", "profile", "evaluate"):
+        (folder / stage).mkdir(parents=True)
+    config = {"experiment": "speed", "benchmark": {"length": 131072}, "budget": {"name": "profiled"}}
+    modes = {"serial": None, "dense": None, **times}
+    rows, samples = [], []
+    for mode, ms in modes.items():
+        prr = mode == "prr"
+        row = dict.fromkeys(("score", "hit_rate_dynamic", "overlap_last", "missed_per_step", "wasted_per_step"))
+        row |= {"model": "glm4", "weights": "random", "device": "g", "dsa": "quest", "benchmark": "locality"}
+        row |= {"queries": "synthetic", "task": "locality", "mode": mode, "repair": "exact" if prr else None}
+        row |= {"delta": 1.5 if prr else None, "n": 1, "ms_per_token": ms, "budget_tokens": 4096, "size": "true"}
+        rows.append(row | {"tokens_equal_serial": 1.0, "hit_rate_dynamic": 0.9 if prr else None})
+        sample = {"task": "locality", "mode": mode, "prompt_tokens": 130942, "read_bytes": 20e9, "sparse_layers": 38}
+        samples.append(sample | {"id": "s"})
+    profile = {
+        "ceiling_tbs": 4.0,
+        "rows": [
+            {"context": c, "delta": d, "select_us": us, "attend_us": us / 2 * d, "repair_us": 5.0}
+            for c, us in ((65536, 8.0), (131072, 10.0))
+            for d in (1.0, 1.5)
+        ],
+        "breakdown": [{"context": c, "select_us": us, "attend_us": 6.0} for c, us in ((65536, 8.0), (131072, 10.0))],
+    }
+    for name, value in (
+        ("config.json", config),
+        ("profile/profile.json", profile),
+        ("evaluate/results.json", {"rows": rows}),
+        ("evaluate/manifest.json", {}),
+    ):
+        (folder / name).write_text(json.dumps(value))
+    (folder / "decode" / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
+    return folder
+
+
+def by_mode(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {row["mode"]: row for row in rows}
+
+
+def test_rows_have_their_floor_and_what_was_hidden(tmp_path: Path) -> None:
+    rows = by_mode(publish.rows(job(tmp_path / "a", serial=7.0, prr=6.8, dense=9.0)))
+    assert rows["serial"]["floor_ms"] == 5.0, "20 GB at 4 TB/s"
+    prr = rows["prr"]
+    assert (prr["context"], prr["select_us"], prr["attend_us"], prr["repair_us"]) == (131072, 10.0, 7.5, 5.0)
+    assert prr["hidden"] == pytest.approx(0.2 / (38 * 7.5e-3), abs=1e-4)
+    assert rows["serial"]["hidden"] is None and rows["serial"]["attend_us"] == 6.0
+
+
+def test_a_file_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from cutlass_kernels import bench
+
+    monkeypatch.setattr(bench, "envelope", lambda rows, commit, name, program: {"name": name, **HEAD, "rows": rows})
+    out, readme = tmp_path / "h200" / "decode.json", tmp_path / "README.md"
+    readme.write_text("a\n" + "\n".join(publish.MARKERS) + "\nz\n")
+    made = job(tmp_path / "a", serial=7.0, prr=6.8, dense=9.0)
+    assert publish.main([str(made), "--out", str(out), "--document", str(readme)]) == 0
+    assert capsys.readouterr().out == f"3 rows in {out}\n"
+    assert json.loads(out.read_text())["name"] == "decode"
+    line = next(x for x in readme.read_text().splitlines() if "glm4" in x)
+    assert line == (
+        "| glm4 (random weights) x quest | 131072 | 4096 | - | - | 9.00 | 7.00 | - | - | 6.80 "
+        "| 5.00 | 1.50 | 90.0 | 0.70 |"
+    )
+    again = readme.read_text()
+    assert publish.main(["--out", str(out), "--document", str(readme)]) == 0 and readme.read_text() == again
+
+
+def test_what_cannot_be_published_is_said(tmp_path: Path, capsys: Any) -> None:
+    assert publish.main([str(tmp_path), "--out", str(tmp_path / "x.json")]) == 1
+    assert "publish: " in capsys.readouterr().err and not (tmp_path / "x.json").exists()
