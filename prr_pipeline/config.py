@@ -150,7 +150,7 @@ def check_schema(group: str, cls: type, node: DictConfig) -> None:
         ConfigError: an unknown key, a value of the wrong type, nan or inf.
     """
     schema = OmegaConf.structured(cls)
-    values: Any = OmegaConf.to_container(node)
+    values: Any = OmegaConf.to_container(node, resolve=True)
     values.pop("_target_", None)
     try:
         typed = OmegaConf.to_container(OmegaConf.merge(schema, values), resolve=True)

@@ -2,10 +2,11 @@
 """One thread a test process, and jobs composed as the command line composes them."""
 
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -29,3 +30,11 @@ def composed() -> Callable[..., DictConfig]:
             return compose("config", overrides.prepare(["tracker=none", *words]))
 
     return job
+
+
+@pytest.fixture(autouse=True)
+def no_model_of_another_test() -> Iterator[None]:
+    """Jobs of one process share a model; tests do not, since some of them change theirs."""
+    yield
+    if "prr_pipeline.stages.job" in sys.modules:
+        sys.modules["prr_pipeline.stages.job"]._loaded.clear()

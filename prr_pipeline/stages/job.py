@@ -329,4 +329,5 @@ class Job:
 
 
 def _typed(cls: type, node: DictConfig) -> Any:
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), node))
+    values = OmegaConf.to_container(node, resolve=True)
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
