@@ -17,13 +17,19 @@ MAY_IMPORT = {
     "prr_pipeline.artifacts": {"prr_pipeline.errors", "prr_pipeline"},
     "prr_pipeline.dsa": {"cutlass_kernels", "prr_pipeline.errors", "prr_pipeline.dsa"},
     "prr_pipeline.models": {
+        "cutlass_kernels",
         "prr_pipeline.errors",
         "prr_pipeline.config",
         "prr_pipeline.models",
         "prr_pipeline.dsa.base",
     },
     "prr_pipeline.benchmarks": {"prr_pipeline.errors", "prr_pipeline.config", "prr_pipeline.benchmarks"},
-    "prr_pipeline.tracking": {"prr_pipeline.errors", "prr_pipeline.config", "prr_pipeline.tracking"},
+    "prr_pipeline.tracking": {
+        "cutlass_kernels",
+        "prr_pipeline.errors",
+        "prr_pipeline.config",
+        "prr_pipeline.tracking",
+    },
     "prr_pipeline.prr": {
         "cutlass_kernels",
         "prr_pipeline.errors",

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prr_pipeline.artifacts import Records
 from prr_pipeline.errors import PrrError
 from prr_pipeline.tracking.report import load_job
 
@@ -34,7 +33,8 @@ def rows(folder: Path) -> list[Row]:
         MissingInput: the folder is no job with a finished stage evaluate.
     """
     job = load_job(folder)
-    samples = Records(folder / "decode" / "samples.jsonl").read()
+    lines = (folder / "decode" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    samples = [json.loads(line) for line in lines]
     path = folder / "profile" / "profile.json"
     profile = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     found = [_row(row, job["config"], samples, profile) for row in job["rows"]]
