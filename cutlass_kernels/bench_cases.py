@@ -8,6 +8,8 @@ kernel in front has just written, share their buffers, as they do in a model.
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +27,17 @@ class Case:
     """One row: the shape, in tokens where not said otherwise."""
 
     op: str
-    kv_heads: int
-    block: int
-    context: int
+    kv_heads: int = 0
+    block: int = 0
+    context: int = 0
     budget: int = 0
     q_heads: int = 32
     head_dim: int = 128
     batch: int = 1
     dtype: str = "bfloat16"
     missed: int = 0  # blocks a KV head that a repair computes
+    n: int = 0  # of the weights [n, k] of a linear layer, which has no other shape
+    k: int = 0
 
     @property
     def blocks(self) -> int:
@@ -52,10 +56,15 @@ class Case:
 
     def row(self) -> dict:
         """The keys of a published row."""
-        return {k: v for k, v in asdict(self).items() if v or k != "missed"}
+        row = asdict(self)
+        if self.n:
+            return {key: row[key] for key in ("op", "n", "k", "batch", "dtype")}
+        return {key: v for key, v in row.items() if v or key not in ("missed", "n", "k")}
 
     def floor_bytes(self) -> int:
-        """Bytes of K, V or metadata that must come from memory; 0: latency only."""
+        """Bytes of K, V, metadata or weights that must come from memory; 0: latency only."""
+        if self.n:
+            return 2 * self.n * self.k
         token = 2 * self.head_dim * self.kv_heads * self.batch  # bytes of K, or of V
         per_block = 2 * token
         return {
@@ -86,7 +95,10 @@ def cases() -> list[Case]:
     out += [Case("predict", heads, 16, longest, 4096) for heads in (2, 8)]
     for heads, context in ((2, long), (8, long), (2, longest)):
         out += [Case(op, heads, 64, context, 4096) for op in ("layer_serial", "layer_prr")]
-    return out
+    glm4 = ((4096, 4096), (512, 4096), (27392, 4096), (4096, 13696), (151552, 4096))  # q or o, k or v, FFN, vocabulary
+    out += [Case("linear", n=n, k=k) for n, k in glm4]
+    contexts = (16 * KI, 64 * KI)
+    return out + [Case("calibrate", h, block, n, 4096) for block in (16, 64) for n in contexts for h in (2, 4)]
 
 
 def set_count(case: Case) -> int:
@@ -161,6 +173,8 @@ def calls(case: Case) -> Calls:
         "predict": _predict,
         "layer_serial": _layer,
         "layer_prr": _layer,
+        "linear": _linear,
+        "calibrate": _calibrate,
     }
     return makers[case.op](case)
 
@@ -355,38 +369,38 @@ def _predict(case: Case) -> Calls:
 
 
 def _layer(case: Case) -> Calls:
-    """score, select, attend, merge in a row; or attend(P) on a second stream beside score and select, then repair."""
+    """Score, select, attend, merge: a serial step. The same with P, whose partials a second stream makes: prr."""
     x = Inputs(case)
     caches, meta = x.caches(), _quest_metadata(x)
     scores = torch.empty(case.batch, case.kv_heads, case.blocks, device="cuda")
     picked = ck.Selection.empty(case.batch, case.kv_heads, case.top_k, "cuda")
     budget = int(case.top_k * DELTA)
-    parts, wide = _partials(x, case.top_k), _partials(x, budget)
-    P, side = [], torch.cuda.Stream()
+    parts, fresh = _partials(x, budget), _partials(x, case.top_k)
+    P: list[Tensor] = []
+    side = torch.cuda.Stream()
 
     def pick(i: int, predicted: Tensor | None) -> None:
         ck.quest_scores(x.q, *meta[i], x.lens, case.block, out=scores)
         ck.select(scores, x.lens, case.block, case.top_k, predicted=predicted, out=picked)
-
-    for i in range(x.sets):  # a hit rate of .95
-        pick(i, None)
-        P.append(_predicted(picked.ids, budget, round(0.05 * case.top_k), case.blocks))
+        ck.attend_missed(x.q, *caches[i], picked, x.lens, x.scale, out=fresh)  # without P: all of A
 
     def serial(i: int) -> object:
-        i %= x.sets
-        pick(i, None)
-        ck.attend(x.q, *caches[i], picked.ids, x.lens, x.scale, out=parts)
-        return ck.merge(*parts, x.out)
+        pick(i % x.sets, None)
+        return ck.merge(*fresh, x.out)
 
     def prr(i: int) -> object:
         i %= x.sets
         main = torch.cuda.current_stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            ck.attend(x.q, *caches[i], P[i], x.lens, x.scale, out=wide)
+            ck.attend(x.q, *caches[i], P[i], x.lens, x.scale, out=parts)
         pick(i, P[i])
-        main.wait_stream(side)
-        return ck.repair(x.q, *caches[i], picked, *wide, x.lens, x.scale, out=x.out)
+        main.wait_stream(side)  # only the merge needs the partials of P
+        return ck.merge_repaired(picked, *parts, *fresh, x.out)
+
+    for i in range(x.sets):  # a hit rate of .95
+        serial(i)
+        P.append(_predicted(picked.ids, budget, round(0.05 * case.top_k), case.blocks))
 
     def check() -> None:
         serial(0)
@@ -394,13 +408,72 @@ def _layer(case: Case) -> Calls:
         prr(0)
         same(x.out[0], wanted[0], "prr against serial")
         same(x.out[1], wanted[1], "prr lse against serial")
+        ck.merge(*ck.attend(x.q, *caches[0], picked.ids, x.lens, x.scale), x.out)
+        same(x.out[0], wanted[0], "attend and merge against serial")
 
     return (prr if case.op == "layer_prr" else serial), check
+
+
+def linear_inputs(case: Case) -> tuple[Tensor, list[Tensor]]:
+    """A row x [batch, k], and the weights [n, k] of each set."""
+    torch.manual_seed(0)
+    draw = lambda rows: torch.randn(rows, case.k, device="cuda", dtype=getattr(torch, case.dtype))
+    return draw(case.batch), [draw(case.n) for _ in range(set_count(case))]
+
+
+def _linear(case: Case) -> Calls:
+    x, weights = linear_inputs(case)
+
+    def call(i: int) -> Tensor:
+        return ck.linear(x, weights[i % len(weights)])
+
+    def check() -> None:
+        close(call(0), x.double() @ weights[0].double().T, 5e-3, "linear")
+
+    return call, check
+
+
+def calibrate_inputs(case: Case) -> list[Any]:
+    """What replay_hits takes: 64 rows of drifting scores in 40 layers, 80 candidates; Quest's rule, or InfLLM-v2's."""
+    torch.manual_seed(0)
+    layers, rows = 40, 64
+    shape = (layers, case.kv_heads, case.blocks)
+    base, drift = (torch.randn(shape, device="cuda") for _ in range(2))
+    scores = torch.empty(layers, rows, *shape[1:], device="cuda")
+    for w in range(rows):
+        drift.mul_(0.95).add_(torch.randn_like(drift), alpha=0.31)
+        scores[:, w] = base + drift
+    lens = torch.arange(case.context - rows + 1, case.context + 1, dtype=torch.int32, device="cuda")
+    blocks = torch.arange(case.blocks, device="cuda")
+    scores.masked_fill_((blocks * case.block >= lens[:, None])[:, None], -float("inf"))
+    grid = product((0.2, 0.4, 0.6, 0.8), (0.1, 0.2, 0.3, 0.4, 0.5), (0.0, 0.25, 0.5, 0.75))
+    theta = torch.tensor(list(grid), device="cuda").expand(layers, 80, 3).contiguous()
+    widths = torch.full((80,), case.top_k, dtype=torch.int32, device="cuda")
+    rule = (1, 33) if case.block == 64 else (0, 1)
+    return [scores, lens, theta, widths, case.block, case.top_k, *rule, 0]
+
+
+def _calibrate(case: Case) -> Calls:
+    scores, lens, theta, *rest = calibrate_inputs(case)
+
+    def call(i: int) -> ck.Replayed:
+        return ck.replay_hits(scores, lens, theta, *rest)
+
+    def check() -> None:
+        found, some = call(0), slice(0, 2)
+        wanted = ck.Replayed(*(torch.empty_like(x[some]) for x in found))
+        reference.replay_hits(scores[some], lens, theta[some], *rest, **wanted._asdict())
+        for name in ("size", "hits"):
+            same(getattr(found, name)[some], getattr(wanted, name), f"replay_hits {name}")
+        for name in ("total", "weight"):
+            close(getattr(found, name)[some], getattr(wanted, name), 1e-5, f"replay_hits {name}")
+
+    return call, check
 
 
 def peers_of(case: Case) -> Iterator[str]:
     """Names of the peers that can run a case."""
     if case.op == "serial_attention" and case.kv_heads == 8:
         yield "flashinfer"
-    if case.op in ("serial_attention", "quest_scores", "select", "predict"):
+    if case.op in ("serial_attention", "quest_scores", "select", "predict", "linear", "calibrate"):
         yield "torch"

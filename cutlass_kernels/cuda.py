@@ -21,26 +21,30 @@ ROUTES = {
     "infllm_scores": "infllm_scores",
     "select": "select",
     "predict": "predict",
+    "replay_hits": "replay_hits",
     "attend": "attend",
     "merge": "merge",
+    "attend_missed": "repair",
+    "merge_repaired": "repair",
     "repair": "repair",
     "repair_union": "repair",
+    "linear": "linear",
 }
 
 
-def _implementation(op: str) -> Callable[..., None]:
-    found: list[Callable[..., None]] = []
+def _implementation(op: str) -> Callable[..., Any]:
+    found: list[Callable[..., Any]] = []
 
-    def run(*args: Any) -> None:
+    def run(*args: Any) -> Any:
         if not found:
             found.append(_load(op))
         with torch.cuda.device(args[0].device):
-            found[0](*args)
+            return found[0](*args)
 
     return run
 
 
-def _load(op: str) -> Callable[..., None]:
+def _load(op: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(f"cutlass_kernels.templates.{ROUTES[op]}")
     except ImportError as error:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops as torch custom ops (namespace `prr`), with the checks at their door.
 
-Each op writes into buffers that the caller owns and returns nothing: a decode loop allocates once, a CUDA graph replays
-onto the same addresses, and a second stream never touches a temporary. `torch.compile` sees opaque, mutating ops. Any
-device without kernels of its own runs `reference`. Shapes, devices and dtypes are checked here and nowhere else.
+Each op of the attention writes into buffers that the caller owns and returns nothing: a decode loop allocates once, a
+CUDA graph replays onto the same addresses, and a second stream never touches a temporary. `torch.compile` sees opaque,
+mutating ops; linear, which stands among its own, returns a tensor. Any device without kernels of its own runs
+`reference`. Shapes, devices and dtypes are checked here and nowhere else.
 
 Shapes: B sequences, Hq query heads, H_kv KV heads, G = Hq / H_kv, D head size, T tokens a block, S slots, N blocks of
 capacity, K, P listed blocks. Integers are int32, scores and partials float32.
@@ -21,7 +22,7 @@ _debug = False
 
 
 def debug(on: bool) -> None:
-    """Raise on block ids out of range (costs a host sync an op); without it they count as padding."""
+    """Raise on block ids and slots out of range (costs host syncs); see attend and append for what happens without."""
     global _debug
     _debug = on
 
@@ -78,6 +79,34 @@ def _ids_in_range(op: str, ids: Tensor, seq_lens: Tensor, block_size: int) -> No
             )
 
 
+def _slots_in_range(op: str, name: str, x: Tensor, blocks: Tensor, page_table: Tensor | None = None) -> None:
+    """Hold blocks [B, H_kv, n] (below 0: none) against the slots that x [B, H_kv, S, ...] has, by the page table."""
+    if not _debug or not blocks.numel():
+        return
+    entries = x.shape[2] if page_table is None else page_table.shape[2]
+    slots, bad = blocks, blocks >= entries
+    if page_table is not None and entries:
+        slots = page_table.gather(2, blocks.clamp(0, entries - 1).long())
+    bad = (blocks >= 0) & (bad | (slots < 0) | (slots >= x.shape[2]))
+    if bool(bad.any()):
+        b, h, i = bad.nonzero()[0].tolist()
+        block, slot = int(blocks[b, h, i]), int(slots[b, h, i])
+        paged = "" if page_table is None else f", the page table {entries} entries"
+        at = f" ({slot} by the page table)" if page_table is not None and block < entries else ""
+        raise ValueError(
+            f"{op}: block {block} of row {b}, head {h} has no slot{at}: {name} has {x.shape[2]} slots{paged}"
+        )
+
+
+def _newest(
+    op: str, name: str, x: Tensor, seq_lens: Tensor, size: int, stride: int, table: Tensor | None = None
+) -> None:
+    """Hold what the newest token completes, entry (seq_lens - size) // stride, against x [B, H_kv, S, ...]."""
+    if _debug:
+        entry = torch.where(seq_lens >= size, (seq_lens - size) // stride, -1)
+        _slots_in_range(op, name, x, entry[:, None, None].expand(-1, x.shape[1], 1), table)
+
+
 def _positive(op: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
@@ -107,10 +136,14 @@ OPS = {
         "infllm_scores": ("scores",),
         "select": ("ids", "position", "missed", "counts"),
         "predict": ("level", "trend", "ids"),
+        "replay_hits": ("size", "total", "hits", "weight"),
         "attend": ("o", "lse"),
         "merge": ("out", "out_lse"),
+        "attend_missed": ("o", "lse"),
+        "merge_repaired": ("out", "out_lse"),
         "repair": ("out", "out_lse"),
         "repair_union": ("out", "out_lse"),
+        "linear": (),
     }.items()
 }
 
@@ -125,6 +158,7 @@ def _check_append(
     d("v_new", v_new, "B H D", k.dtype)
     d("seq_lens", seq_lens, "B", torch.int32)
     d("page_table", page_table, "B H C", torch.int32)
+    _newest(d.op, "k", k, seq_lens, 1, max(1, k.shape[3]), page_table)
 
 
 def append(
@@ -139,7 +173,8 @@ def append(
         page_table: [B, H_kv, N] int32, block -> slot; identity when None.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not agree.
+        ValueError: shapes, dtypes or devices that do not agree; with `debug`, a token beyond the cache or whose page
+            table entry is no slot. Without it such a token is the caller's fault, and what happens is not defined.
     """
     _check_append(_Dims("append"), k_new, v_new, k, v, seq_lens, page_table)
     torch.ops.prr.append(k_new, v_new, k, v, seq_lens, page_table)
@@ -165,6 +200,7 @@ def append_quest(
     _check_append(d, k_new, v_new, k, v, seq_lens, page_table)
     d("kmin", kmin, "B H N D", k.dtype)
     d("kmax", kmax, "B H N D", k.dtype)
+    _newest(d.op, "kmin", kmin, seq_lens, 1, max(1, k.shape[3]))
     torch.ops.prr.append_quest(k_new, v_new, k, v, kmin, kmax, seq_lens, page_table)
 
 
@@ -194,12 +230,19 @@ def append_infllm(
     d("k1", k1, "B H W1 D", k.dtype)
     d("k2", k2, "B H W2 D", k.dtype)
     _positive("append_infllm", **_windows(window, stride, coarse_window, coarse_stride))
+    _newest(d.op, "k1", k1, seq_lens, window, stride)
+    _newest(d.op, "k2", k2, seq_lens, coarse_window, coarse_stride)
     torch.ops.prr.append_infllm(
         k_new, v_new, k, v, k1, k2, seq_lens, window, stride, coarse_window, coarse_stride, page_table
     )
 
 
 # ---------------------------------------------------------------------------------------------------- scores
+def _sequences(*metadata: Tensor) -> str:
+    """The first axis of metadata: of the one sequence that all queries ask, or of each query's own."""
+    return "1" if all(x.shape[:1] == (1,) for x in metadata) else "B"
+
+
 def quest_scores(
     q: Tensor, kmin: Tensor, kmax: Tensor, seq_lens: Tensor, block_size: int, out: Tensor | None = None
 ) -> Tensor:
@@ -209,15 +252,16 @@ def quest_scores(
 
     Args:
         q: [B, Hq, D], after RoPE.
-        kmin, kmax: [B, H_kv, N, D] of q's dtype.
+        kmin, kmax: [B, H_kv, N, D] of q's dtype, or [1, ...]: B queries of one sequence.
         seq_lens: [B] int32, tokens.
         block_size: tokens a block.
         out: [B, H_kv, N] float32, allocated when None.
     """
-    out = q.new_empty(kmin.shape[:3], dtype=torch.float32) if out is None else out
+    out = q.new_empty((q.shape[0], *kmin.shape[1:3]), dtype=torch.float32) if out is None else out
     d = _Dims("quest_scores")
-    d("kmin", kmin, "B H N D", *_FLOATS)
-    d("kmax", kmax, "B H N D", kmin.dtype)
+    of = _sequences(kmin, kmax)
+    d("kmin", kmin, f"{of} H N D", *_FLOATS)
+    d("kmax", kmax, f"{of} H N D", kmin.dtype)
     d("q", q, "B Hq D", kmin.dtype)
     d("seq_lens", seq_lens, "B", torch.int32)
     d("out", out, "B H N", torch.float32)
@@ -249,7 +293,7 @@ def infllm_scores(
 
     Args:
         q: [B, Hq, D], after RoPE.
-        k1, k2: [B, H_kv, W1 | W2, D] of q's dtype, see append_infllm.
+        k1, k2: [B, H_kv, W1 | W2, D] of q's dtype, see append_infllm, or [1, ...]: B queries of one sequence.
         scale: of the logits, 1 / sqrt(D) as a rule.
         block_size: tokens; a multiple of stride, as window is.
         out: [B, H_kv, N] float32; allocated with num_blocks blocks when None.
@@ -260,10 +304,11 @@ def infllm_scores(
     if out is None:
         if num_blocks is None:
             raise ValueError("infllm_scores: pass out or num_blocks")
-        out = q.new_empty((*k1.shape[:2], num_blocks), dtype=torch.float32)
+        out = q.new_empty((q.shape[0], k1.shape[1], num_blocks), dtype=torch.float32)
     d = _Dims("infllm_scores")
-    d("k1", k1, "B H W1 D", *_FLOATS)
-    d("k2", k2, "B H W2 D", k1.dtype)
+    of = _sequences(k1, k2)
+    d("k1", k1, f"{of} H W1 D", *_FLOATS)
+    d("k2", k2, f"{of} H W2 D", k1.dtype)
     d("q", q, "B Hq D", k1.dtype)
     d("seq_lens", seq_lens, "B", torch.int32)
     d("out", out, "B H N", torch.float32)
@@ -379,6 +424,59 @@ def predict(
     return out
 
 
+class Replayed(NamedTuple):
+    """What A holds of dynamic blocks (neither sink nor local), and what each candidate's P held of those.
+
+    size: [L, W, H_kv] int32, blocks of A; -1 in rows that do not count. total: [L, W, H_kv] float32, their weight by
+    eq 4: scores, shifted to be non-negative where some are not; the number of blocks where all weigh nothing; NaN where
+    scores are infinite. hits: [L, C, W, H_kv] int32, of size. weight: [L, C, W, H_kv] float32, of total. All of these
+    are 0 in rows that do not count, but size.
+    """
+
+    size: Tensor
+    total: Tensor
+    hits: Tensor
+    weight: Tensor
+
+
+def replay_hits(
+    scores: Tensor,
+    seq_lens: Tensor,
+    theta: Tensor,
+    widths: Tensor,
+    block_size: int,
+    top_k: int,
+    sink: int = 0,
+    local: int = 1,
+    dense_len: int = 0,
+) -> Replayed:
+    """Replay candidates of the predictor over a window of W rows: P from the rows before, against A of each row.
+
+    predict and select, step by step, for L layers at once. Rows count but the first, those of fewer than dense_len
+    tokens, and those of at most K blocks; all are learned from. Fastest where candidates of one alpha and beta follow
+    each other.
+
+    Args:
+        scores: [L, W, H_kv, N] float32.
+        seq_lens: [W] int32, tokens at each row, the same in all layers.
+        theta: [L, C, 3] float32: alpha, beta, gamma.
+        widths: [C] int32, blocks of P, forced ones included.
+        (the others): as for select.
+    """
+    _rule("replay_hits", top_k, sink, local, block_size)
+    d = _Dims("replay_hits")
+    d("scores", scores, "L W H N", torch.float32)
+    d("seq_lens", seq_lens, "W", torch.int32)
+    d("theta", theta, "L C 3", torch.float32)
+    d("widths", widths, "C", torch.int32)
+    L, W, H, _ = scores.shape
+    total, weight = scores.new_empty(L, W, H), scores.new_empty(L, widths.shape[0], W, H)
+    size, hits = (torch.empty_like(x, dtype=torch.int32) for x in (total, weight))
+    out = Replayed(size, total, hits, weight)
+    torch.ops.prr.replay_hits(scores, seq_lens, theta, widths, block_size, top_k, sink, local, dense_len, *out)
+    return out
+
+
 # ---------------------------------------------------------------------------------------------------- attention
 def _check_kv(d: _Dims, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, page_table: Tensor | None) -> int:
     d("k", k, "B H S T D", *_FLOATS)
@@ -416,6 +514,7 @@ def attend(
     G = _check_kv(d, q, k, v, seq_lens, page_table)
     d("ids", ids, "B H N", torch.int32)
     _ids_in_range("attend", ids, seq_lens, k.shape[3])
+    _slots_in_range("attend", "k", k, ids, page_table)
     if out is None:
         o = q.new_empty((*ids.shape, G, q.shape[2]), dtype=torch.float32)
         out = o, q.new_empty((*ids.shape, G), dtype=torch.float32)
@@ -449,6 +548,71 @@ def merge(o: Tensor, lse: Tensor, out: tuple[Tensor, Tensor]) -> tuple[Tensor, T
     return out
 
 
+def attend_missed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Selection,
+    seq_lens: Tensor,
+    scale: float,
+    page_table: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The first half of repair: partials of the blocks of A that P lacks. It needs no partial of P.
+
+    Args:
+        selection: what select returned for P.
+        out: buffers (o, lse), allocated when None.
+        (the others): as for attend.
+
+    Returns:
+        o: [B, H_kv, K, G, D] float32, lse: [B, H_kv, K, G] float32, by place in A. Padding has lse = -inf; its o, and
+        both where P holds the block, are left as they are.
+    """
+    d = _Dims("attend_missed")
+    G = _check_kv(d, q, k, v, seq_lens, page_table)
+    d("selection.ids", selection.ids, "B H K", torch.int32)
+    d("selection.position", selection.position, "B H K", torch.int32)
+    _ids_in_range("attend_missed", selection.ids, seq_lens, k.shape[3])
+    _slots_in_range("attend_missed", "k", k, selection.ids, page_table)
+    if out is None:
+        o = q.new_empty((*selection.ids.shape, G, q.shape[2]), dtype=torch.float32)
+        out = o, q.new_empty((*selection.ids.shape, G), dtype=torch.float32)
+    d("out[0]", out[0], f"B H K {G} D", torch.float32)
+    d("out[1]", out[1], f"B H K {G}", torch.float32)
+    torch.ops.prr.attend_missed(q, k, v, selection.ids, selection.position, seq_lens, scale, page_table, *out)
+    return out
+
+
+def merge_repaired(
+    selection: Selection,
+    o: Tensor,
+    lse: Tensor,
+    fresh_o: Tensor,
+    fresh_lse: Tensor,
+    out: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """The second half of repair: merge over A. Only here must the partials of P be there.
+
+    On a GPU it starts while attend_missed runs, which must be the op before it on its stream.
+
+    Args:
+        o, lse: attend's partials of P; wasted blocks are not read.
+        fresh_o, fresh_lse: what attend_missed gave for the same selection.
+        out: ([B, Hq, D] of any float dtype, [B, Hq] float32), written.
+    """
+    d = _Dims("merge_repaired")
+    d("o", o, "B H P G D", torch.float32)
+    d("lse", lse, "B H P G", torch.float32)
+    d("selection.position", selection.position, "B H K", torch.int32)
+    d("fresh_o", fresh_o, "B H K G D", torch.float32)
+    d("fresh_lse", fresh_lse, "B H K G", torch.float32)
+    d("out[0]", out[0], f"B {o.shape[1] * o.shape[3]} D", *_FLOATS)
+    d("out[1]", out[1], f"B {o.shape[1] * o.shape[3]}", torch.float32)
+    torch.ops.prr.merge_repaired(selection.position, o, lse, fresh_o, fresh_lse, *out)
+    return out
+
+
 def repair(
     q: Tensor,
     k: Tensor,
@@ -461,7 +625,7 @@ def repair(
     page_table: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Exact repair: attention over A, bit for bit merge(attend(A)), whatever P was.
+    """Exact repair: attention over A, bit for bit merge(attend(A)), whatever P was. attend_missed, then merge_repaired.
 
     Args:
         selection: what select returned for P.
@@ -478,6 +642,7 @@ def repair(
     d("o", o, f"B H P {G} D", torch.float32)
     d("lse", lse, f"B H P {G}", torch.float32)
     _ids_in_range("repair", selection.ids, seq_lens, k.shape[3])
+    _slots_in_range("repair", "k", k, selection.ids, page_table)
     out = _outputs(d, q, out)
     torch.ops.prr.repair(q, k, v, selection.ids, selection.position, o, lse, seq_lens, scale, page_table, *out)
     return out
@@ -511,6 +676,35 @@ def repair_union(
     d("o", o, "B Hq D", torch.float32)
     d("lse", lse, "B Hq", torch.float32)
     _ids_in_range("repair_union", selection.missed, seq_lens, k.shape[3])
+    _slots_in_range("repair_union", "k", k, selection.missed, page_table)
     out = _outputs(d, q, out)
     torch.ops.prr.repair_union(q, k, v, selection.missed, o, lse, seq_lens, scale, page_table, *out)
     return out
+
+
+# ---------------------------------------------------------------------------------------------------- linear
+@OPS["linear"].register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear layer of few rows, x W^T + bias summed in float32, at the speed of reading the weights.
+
+    Up to 8 rows of bfloat16 or float16 have a kernel where K is a multiple of 64 and N of 16; torch's own linear serves
+    what has none. It loads weights and bias before the launches in front of it have ended, so that none of them may be
+    writing those.
+
+    Args:
+        x: [M, K].
+        weight: [N, K] of x's dtype.
+        bias: [N] of x's dtype.
+
+    Returns:
+        [M, N] of x's dtype.
+    """
+    d = _Dims("linear")
+    d("x", x, "M K", *_FLOATS)
+    d("weight", weight, "N K", x.dtype)
+    d("bias", bias, "N", x.dtype)
+    return torch.ops.prr.linear(x, weight, bias)

@@ -11,7 +11,17 @@ from collections.abc import Callable
 
 import torch
 
-from cutlass_kernels.bench_cases import DELTA, Case, Inputs, _quest_metadata, _score_sets
+import cutlass_kernels as ck
+from cutlass_kernels import reference
+from cutlass_kernels.bench_cases import (
+    DELTA,
+    Case,
+    Inputs,
+    _quest_metadata,
+    _score_sets,
+    calibrate_inputs,
+    linear_inputs,
+)
 
 Timer = Callable[[Callable[[int], object], int], float]  # (call, number of sets) -> us
 
@@ -51,8 +61,27 @@ def flashinfer(case: Case, timer: Timer) -> dict[str, float]:
     return {"flashinfer_us": us, "flashinfer_plan_us": statistics.median(planned)}
 
 
+def _replay(case: Case) -> float:
+    """Microseconds of the reference on the GPU, its second run; no graph, since it asks the device for lengths."""
+    args = calibrate_inputs(case)
+    out = ck.replay_hits(*args)
+    times = []
+    for _ in range(2):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        reference.replay_hits(*args, **out._asdict())
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return times[-1]
+
+
 def plain_torch(case: Case, timer: Timer) -> dict[str, float]:
     """Row's key torch_us: gather and scaled_dot_product_attention, torch.topk, or elementwise ops, in a CUDA graph."""
+    if case.op == "linear":
+        row, weights = linear_inputs(case)
+        return {"torch_us": timer(lambda i: torch.nn.functional.linear(row, weights[i % len(weights)]), len(weights))}
+    if case.op == "calibrate":
+        return {"torch_us": _replay(case)}
     x = Inputs(case)
     if case.op == "serial_attention":
         caches, ids = x.caches(), x.ids()[0].long()

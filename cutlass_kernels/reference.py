@@ -130,7 +130,8 @@ def window_mean(keys: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- scores
 def quest_scores(q: Tensor, kmin: Tensor, kmax: Tensor, seq_lens: Tensor, block_size: int, scores: Tensor) -> None:
     """Upper bound of mean(q of the group) . k over the keys of a block."""
-    B, H, N, D = kmin.shape
+    B = q.shape[0]
+    _, H, N, D = kmin.shape
     mean = _tree_rows(q.float().view(B, H, -1, D)) / (q.shape[1] // H)
     inside = _inside(seq_lens, block_size, N)
     low = torch.where(inside[:, None, :, None], kmin, 0).float()
@@ -186,7 +187,8 @@ def _complete(seq_lens: Tensor, size: int, step: int, W: int) -> Tensor:
 
 def _window_logits(q: Tensor, means: Tensor, seq_lens: Tensor, scale: float, size: int, step: int) -> Tensor:
     """Scaled q . mean, -inf where the window is not complete: [B, H_kv, G, W] float32."""
-    B, H, W, D = means.shape
+    B = q.shape[0]
+    _, H, W, D = means.shape
     live = _complete(seq_lens, size, step, W)[:, None, :, None]
     keys = torch.where(live, means, 0).float()
     dots = _tree_last(q.float().view(B, H, -1, 1, D) * keys[:, :, None]) * scale
@@ -292,6 +294,61 @@ def learn(scores: Tensor, level: Tensor, trend: Tensor, theta: Tensor, seq_lens:
     level.copy_(torch.where(seen, new_level, level))
 
 
+def replay_hits(
+    scores: Tensor,
+    seq_lens: Tensor,
+    theta: Tensor,
+    widths: Tensor,
+    block_size: int,
+    top_k: int,
+    sink: int,
+    local: int,
+    dense_len: int,
+    size: Tensor,
+    total: Tensor,
+    hits: Tensor,
+    weight: Tensor,
+) -> None:
+    """Row by row, all layers and candidates at once: P from the rows before against A, then learn."""
+    L, W, H, N = scores.shape
+    C = widths.shape[0]
+    flat = theta.reshape(L * C, 3)
+    level = scores.new_full((L * C, H, N), float("nan"))
+    trend = torch.zeros_like(level)
+    results = (size, total, hits, weight)
+    for x, nothing in zip(results, (-1, 0, 0, 0), strict=True):
+        x.fill_(nothing)
+    rule = (block_size, sink, local)
+    for w, tokens in enumerate(seq_lens.tolist()):
+        row, lens = scores[:, w], seq_lens[w : w + 1].expand(L * C)
+        n = -(-tokens // block_size)
+        if w and tokens >= dense_len and n > top_k:
+            rank = rank_blocks(level + flat[:, 2, None, None] * trend, lens, *rule).view(L, C, H, N)
+            held = (rank < widths[:, None, None]) | (n <= widths[:, None, None])
+            chosen = rank_blocks(row, lens[:L], *rule) < top_k
+            for x, counted in zip(results, _shared(row, chosen, held, sink, n - local), strict=True):
+                x.select(-2, w).copy_(counted)
+        learn(row[:, None].expand(L, C, H, N).reshape(L * C, H, N), level, trend, flat, lens, block_size)
+
+
+def _shared(row: Tensor, chosen: Tensor, held: Tensor, start: int, stop: int) -> tuple[Tensor, ...]:
+    """Number and weight (eq 4) of A's blocks start ... stop, then of those held.
+
+    Scores are shifted to be none below 0; where all weigh nothing, each block weighs 1. row, chosen: [L, H, N], held:
+    [L, C, H, N].
+    """
+    index = torch.arange(row.shape[2], device=row.device)
+    dynamic = chosen & (index >= start) & (index < stop)
+    both = held & dynamic[:, None]
+    lowest = torch.where(dynamic, row, INF).amin(-1, keepdim=True).clamp(max=0)
+    value = torch.where(dynamic, row - lowest, 0.0)
+    value = torch.where(_tree_last(value)[..., None] > 0, value, dynamic.float())
+    total = _tree_last(value)
+    total = torch.where(total < INF, total, float("nan"))
+    weight = _tree_last(torch.where(both, value[:, None], 0.0))
+    return dynamic.sum(-1), total, both.sum(-1), weight
+
+
 # ---------------------------------------------------------------------------------------------------- attention
 def attend(
     q: Tensor,
@@ -311,7 +368,7 @@ def attend(
     rows = q.float().view(B, H, 1, G, D, 1)
     batch = torch.arange(B, device=k.device)[:, None, None]
     head = torch.arange(H, device=k.device)[:, None]
-    step = max(1, _CHUNK // (B * H * G * T * D))
+    step = max(1, _CHUNK // max(1, B * H * G * T * D))
     for start in range(0, N, step):
         part = slice(start, min(start + step, N))
         at = (batch, head, slot[:, :, part])
@@ -361,6 +418,42 @@ def merge(o: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
     out_lse.copy_(torch.where(some, base + torch.log(total), -INF).view(B, H * G))
 
 
+def attend_missed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ids: Tensor,
+    position: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    page_table: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+) -> None:
+    """Partials of the blocks of A without a position, in their places."""
+    lost = torch.where(position >= 0, -1, ids)
+    columns = (lost >= 0).any(1).any(0).nonzero()[:, 0]
+    lost = lost[:, :, columns]
+    part_o, part_lse = o.new_empty(*lost.shape, *o.shape[3:]), lse.new_empty(*lost.shape, lse.shape[3])
+    attend(q, k, v, lost, seq_lens, scale, page_table, part_o, part_lse)
+    fill = (lost >= 0)[..., None]
+    o[:, :, columns] = torch.where(fill[..., None], part_o, o[:, :, columns])
+    lse[:, :, columns] = torch.where(fill, part_lse, lse[:, :, columns])
+    lse.masked_fill_((ids < 0)[..., None], -INF)
+
+
+def merge_repaired(
+    position: Tensor, o: Tensor, lse: Tensor, fresh_o: Tensor, fresh_lse: Tensor, out: Tensor, out_lse: Tensor
+) -> None:
+    """Merge over A: looked up where there is a position, else fresh."""
+    if o.shape[2]:
+        known, at = (position >= 0)[..., None], position.clamp(min=0).long()[..., None]
+        looked = o.gather(2, at[..., None].expand(-1, -1, -1, *o.shape[3:]))
+        fresh_o = torch.where(known[..., None], looked, fresh_o)
+        fresh_lse = torch.where(known, lse.gather(2, at.expand(-1, -1, -1, o.shape[3])), fresh_lse)
+    merge(fresh_o, fresh_lse, out, out_lse)
+
+
 def repair(
     q: Tensor,
     k: Tensor,
@@ -375,26 +468,11 @@ def repair(
     out: Tensor,
     out_lse: Tensor,
 ) -> None:
-    """Merge over A: partials of A n P looked up, the others computed now. Bit for bit merge(attend(A))."""
-    B, H, K = ids.shape
-    G, D = q.shape[1] // H, q.shape[2]
-    full_o = q.new_zeros(B, H, K, G, D, dtype=torch.float32)
-    full_lse = q.new_full((B, H, K, G), -INF, dtype=torch.float32)
-    known = (position >= 0) & (ids >= 0)
-    if o.shape[2]:
-        at = position.clamp(min=0).long()[..., None]
-        looked_o = o.gather(2, at[..., None].expand(-1, -1, -1, G, D))
-        full_o = torch.where(known[..., None, None], looked_o, full_o)
-        full_lse = torch.where(known[..., None], lse.gather(2, at.expand(-1, -1, -1, G)), full_lse)
-    lost = torch.where(known, -1, ids)
-    columns = (lost >= 0).any(1).any(0).nonzero()[:, 0]
-    part_o = full_o.new_empty(B, H, len(columns), G, D)
-    part_lse = full_lse.new_empty(B, H, len(columns), G)
-    attend(q, k, v, lost[:, :, columns], seq_lens, scale, page_table, part_o, part_lse)
-    fill = (lost[:, :, columns] >= 0)[..., None]
-    full_lse[:, :, columns] = torch.where(fill, part_lse, full_lse[:, :, columns])
-    full_o[:, :, columns] = torch.where(fill[..., None], part_o, full_o[:, :, columns])
-    merge(full_o, full_lse, out, out_lse)
+    """Its two halves: bit for bit merge(attend(A))."""
+    fresh = o.new_empty(*ids.shape, *o.shape[3:]), lse.new_empty(*ids.shape, lse.shape[3])
+    position = torch.where(ids >= 0, position, -1)
+    attend_missed(q, k, v, ids, position, seq_lens, scale, page_table, *fresh)
+    merge_repaired(position, o, lse, *fresh, out, out_lse)
 
 
 def repair_union(
@@ -419,3 +497,11 @@ def repair_union(
     parts_lse[:, :, 0] = lse.view(B, H, G)
     attend(q, k, v, missed, seq_lens, scale, page_table, parts_o[:, :, 1:], parts_lse[:, :, 1:])
     merge(parts_o, parts_lse, out, out_lse)
+
+
+# ---------------------------------------------------------------------------------------------------- linear
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer, x W^T + bias, summed in float32."""
+    rows = weight.split(max(1, _CHUNK // max(1, x.numel())))
+    y = torch.cat([_tree_last(x.float()[:, None] * w.float()) for w in rows], 1)
+    return (y if bias is None else y + bias.float()).to(x.dtype)

@@ -18,7 +18,16 @@ def table(data: dict[str, Any]) -> str:
     """Markdown: where and when it was measured, then a line a row; a peer's column only where one ran."""
     rows = data["rows"]
     peers = sorted({k for r in rows for k in r if k.endswith("_us") and k != "floor_us"})
-    head = ["op", "q / KV heads, d", "block", "context", "budget", "us", "floor us", *(p[:-3] + " us" for p in peers)]
+    head = [
+        "op",
+        "q / KV heads, d",
+        "block",
+        "context",
+        "budget",
+        "us",
+        "floor us",
+        *(p[:-3] + " us" for p in peers),
+    ]
     lines = [
         f"{data['gpu']}, driver {data['driver']}, torch {data['torch']}, CuTe DSL {data['cutlass']}, commit "
         f"{data['commit'][:12]}, {data['date']}: `{data['command']}`",
@@ -27,11 +36,17 @@ def table(data: dict[str, Any]) -> str:
         "|" + " --- |" * 3 + " ---: |" * (len(head) - 3),
     ]
     for r in rows:
-        shape = f"{r['q_heads']} / {r['kv_heads']}, {r['head_dim']}"
-        budget = _count(r["budget"]) + (f", {r['missed']} missed" if "missed" in r else "")
         times = [_us(r.get(k)) for k in ("us", "floor_us", *peers)]
-        lines.append("| " + " | ".join([r["op"], shape, str(r["block"]), _count(r["context"]), budget, *times]) + " |")
+        lines.append("| " + " | ".join([r["op"], *_shape(r), *times]) + " |")
     return "\n".join(lines)
+
+
+def _shape(r: dict[str, Any]) -> list[str]:
+    """Heads, block, context and budget, or the weights of a linear layer."""
+    if "n" in r:
+        return [f"{r['n']} x {r['k']}", "-", "-", "-"]
+    budget = _count(r["budget"]) + (f", {r['missed']} missed" if "missed" in r else "")
+    return [f"{r['q_heads']} / {r['kv_heads']}, {r['head_dim']}", str(r["block"]), _count(r["context"]), budget]
 
 
 def _count(tokens: int) -> str:

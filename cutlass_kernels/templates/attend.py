@@ -1,59 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attend: one softmax partial (o, lse) a listed block, by a ring of TMA copies and warp-level MMA.
+"""attend: one softmax partial (o, lse) a listed block.
 
-A CTA of 4 warps stays on one KV head and takes every gridDim.x-th chunk of 64 tokens: 4 blocks of 16, 2 of 32, one of
-64, or a quarter of a block of 256. The ids of its chunks are read at once, one a lane; then one thread keeps the next
-chunks in flight (the copy engine needs no registers and no addresses of the others) while 4 warps work on one: each
-scores 16 tokens, probabilities cross warps through shared memory, and each makes its columns of the output. The G query
-heads are the 16 rows of the MMA. Probabilities are multiplied as the sum of two half-precision numbers, so that a
-partial is as good as float32 arithmetic.
+A CTA of 4 warps makes one tile of 64 tokens (see tile.py) and is gone: so many of them share an SM that the loads of
+some run under the arithmetic of others, without a ring. The tiles of a block of 128 or 256 are a cluster: each sends
+its unnormalised partial around, a slice of the columns to each (stores that count on the receiver's mbarrier), and
+each folds the tiles of its slice, in their order.
 
-The bits of a partial depend on q, the block and the scale only: this one kernel computes every partial, the predicted,
-the serial and the missed ones (`mode`), and no result depends on the chunk, the CTA or the place in the ring.
+The bits of a partial depend on q, the block and the scale only.
 """
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
 from cutlass_kernels import templates
 from cutlass_kernels.compile import compiled
-from cutlass_kernels.templates import common
 from cutlass_kernels.templates.common import fake, syms
+from cutlass_kernels.templates.tile import Tile
 
 ALL = 0  # every listed block
-FRESH = 1  # the same, for a merge right behind: padding gets lse = -inf without an o, and the merge may start early
+FRESH = 1  # the same, for a merge right behind: padding gets lse = -inf without an o
 MISSED = 2  # as FRESH, but blocks whose position is not negative are left alone
-_CTAS = 2 * 132  # two on each SM of an H200; a smaller part only sees longer lists
 
 
-class Attend:
-    """See the module. Parameters: dtype, head size D, query heads a KV head G, block size T, page table or not."""
-
-    SERVES = {
-        "dtype": (torch.bfloat16, torch.float16),
-        "head size": (64, 128),
-        "block size": (16, 32, 64, 128, 256),
-        "query heads a KV head": tuple(range(1, 17)),
-    }
-    TILE = 64
-    WARPS = 4
+class Attend(Tile):
+    """See the module, and Tile."""
 
     def __init__(self, dtype: str, head_dim: int, group: int, block: int, paged: bool):
-        self.dtype, self.D, self.G, self.T, self.paged = common.DTYPES[dtype], head_dim, group, block, paged
-        self.per = max(1, self.TILE // block)  # blocks a chunk
-        self.tiles = max(1, block // self.TILE)  # chunks a block
-        self.share = min(self.WARPS, block // 16)  # warps that share a block
-        self.width = head_dim // self.share  # columns of the output that a warp makes
-        self.nt = self.width // 8
-        self.window = 32 // self.per  # chunks whose ids the lanes of a warp hold
-        self.stages = 3 if head_dim == 128 else 4
-        self.rows = min(block, self.TILE)  # tokens that one copy brings
-        self.bytes = 2 * self.rows * head_dim * 2  # of a K and a V copy
+        super().__init__(dtype, head_dim, group, block, paged)
+        self.folders = self.WARPS // self.tiles  # warps of a CTA that fold, each the columns of one warp
+        self.crowd = 5 if self.per * self.halves <= 4 else 4  # CTAs on an SM: bounds a thread's registers, spills none
+        self.words = self.halves * self.nt // 2 + 1  # of 16 bytes that a thread sends
 
     def signature(self):
         """Fake arguments, see the templates package."""
@@ -90,25 +69,17 @@ class Attend:
         stream: cuda.CUstream,
     ):
         """Launch."""
-        # x4 ldmatrix wants 16 rows of B: two n-tiles at a time
-        mma = cute.make_tiled_mma(warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)), permutation_mnk=(16, 16, 16))
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        ring = cute.tile_to_shape(atom, (self.rows, self.D, self.per * self.stages), order=(0, 1, 2))
-        one = cute.tile_to_shape(atom, (self.rows, self.D), order=(0, 1))
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        tma_k, gk = cpasync.make_tiled_tma_atom(load, self.tokens_first(k), one, (self.rows, self.D))
-        tma_v, gv = cpasync.make_tiled_tma_atom(load, self.tokens_first(v), one, (self.rows, self.D))
-        chunks = cute.ceil_div(ids.shape[2], self.per)
-        heads = ids.shape[0] * ids.shape[1]
-        ctas = cutlass.min(chunks, cutlass.max(_CTAS // heads, 1))
-        self.kernel(q, tma_k, gk, tma_v, gv, ids, position, seq_lens, table, o, lse, mode, scale, mma, ring).launch(
-            grid=[ctas, ids.shape[1], ids.shape[0]], block=[self.WARPS * 32, 1, 1], stream=stream, use_pdl=True
+        mma, tma_k, gk, tma_v, gv, room = self.plan(k, v)
+        tiles = cute.ceil_div(ids.shape[2], self.per) * self.tiles
+        self.kernel(q, tma_k, gk, tma_v, gv, ids, position, seq_lens, table, o, lse, mode, scale, mma, room).launch(
+            grid=[tiles, ids.shape[1], ids.shape[0]],
+            block=[self.WARPS * 32, 1, 1],
+            cluster=[self.tiles, 1, 1] if self.tiles > 1 else None,
+            stream=stream,
+            use_pdl=True,
+            min_blocks_per_mp=self.crowd,
+            preferred_smem_carveout=100,
         )
-
-    @cute.jit
-    def tokens_first(self, x: cute.Tensor):
-        """[B, H, S, T, D] seen as (T, D, S, H, B)."""
-        return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[3, 4, 2, 1, 0]))
 
     @cute.kernel
     def kernel(
@@ -127,304 +98,130 @@ class Attend:
         mode: Int32,
         scale: Float32,
         mma: cute.TiledMma,
-        ring: cute.ComposedLayout,
+        room: cute.ComposedLayout,
     ):
         """A CTA, see the module."""
         t, _, _ = cute.arch.thread_idx()
         cx, h, b = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
         wid = cute.arch.make_warp_uniform(t // 32)
         lane = t % 32
         smem = SmemAllocator()
-        sK = smem.allocate_tensor(self.dtype, ring.outer, 1024, swizzle=ring.inner)
-        sV = smem.allocate_tensor(self.dtype, ring.outer, 1024, swizzle=ring.inner)
+        sK = smem.allocate_tensor(self.dtype, room.outer, 1024, swizzle=room.inner)
+        sV = smem.allocate_tensor(self.dtype, room.outer, 1024, swizzle=room.inner)
         sP = smem.allocate_tensor(Uint32, cute.make_layout((4, 32, 2, self.WARPS)), 16)
         sML = smem.allocate_tensor(Float32, cute.make_layout((2, 16, self.WARPS)), 16)
-        sLive = smem.allocate_tensor(Int32, cute.make_layout((self.per, self.stages)), 16)
-        full = smem.allocate_array(Int64, self.stages)
+        arrived = smem.allocate_array(Int64, 2)  # the tile; what the others of the cluster send
         if t == 0:
-            cpasync.prefetch_descriptor(tma_k)
-            cpasync.prefetch_descriptor(tma_v)
-            for i in range_constexpr(self.stages):
-                cute.arch.mbarrier_init(full + i, 1)
+            cute.nvgpu.cpasync.prefetch_descriptor(tma_k)
+            cute.nvgpu.cpasync.prefetch_descriptor(tma_v)
+            cute.arch.mbarrier_init(arrived, 1)
+            cute.arch.mbarrier_init(arrived + 1, 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        if const_expr(self.tiles > 1):
+            cute.arch.cluster_arrive_relaxed()  # the wait stands before the first store into another CTA
 
         cute.arch.griddepcontrol_wait()
-        if mode != ALL:  # the merge behind this reads what is older than this kernel while it runs
-            cute.arch.griddepcontrol_launch_dependents()
-        length = seq_lens[b]
-        steps = (cute.ceil_div(ids.shape[2], self.per) - cx + ctas - 1) // ctas * self.tiles  # of this CTA, at least 1
-
-        held = cute.make_rmem_tensor((2,), Int32)
-        source = (tma_k, k[None, None, None, h, b], tma_v, v[None, None, None, h, b])
+        # early: what is behind this gets room only when the last CTA has, and then its start costs nothing
+        cute.arch.griddepcontrol_launch_dependents()
+        first, tile = cx // self.tiles * self.per, cx % self.tiles
+        slot, alive = self.peek(ids, position, table, k, seq_lens[b], mode, b, h, first + lane % self.per)
         if wid == 0:
-            self.peek(held, ids, position, table, k, length, mode, b, h, cx, ctas, lane)
-            for i in cutlass.range(cutlass.min(steps, self.stages - 1), unroll=1):
-                self.fetch(source, sK, sV, sLive, full, held, i, i, lane)
+            source = (tma_k, k[None, None, None, h, b], tma_v, v[None, None, None, h, b])
+            self.fetch(source, sK, sV, arrived, slot, alive, tile, lane)
         qf = self.load_q(q, b, h, lane, mma)
-
-        M = cute.make_rmem_tensor((2,), Float32)
-        L = cute.make_rmem_tensor((2,), Float32)
-        out = cute.make_rmem_tensor((2, 2, self.nt), Float32)
-        step = Int32(0)
-        stage = Int32(0)
-        phase = Int32(0)
-        while step < steps:
-            cute.arch.sync_threads()  # everyone is done with the stage that is filled next
-            ahead = step + self.stages - 1
-            if wid == 0 and ahead < steps:
-                if ahead % (self.window * self.tiles) == 0:  # the ids of the next window
-                    first = cx + (ahead // self.tiles) * ctas
-                    self.peek(held, ids, position, table, k, length, mode, b, h, first, ctas, lane)
-                into = stage - 1 if stage > 0 else Int32(self.stages - 1)
-                self.fetch(source, sK, sV, sLive, full, held, ahead, into, lane)
-            if step == steps - 1:
-                cute.arch.griddepcontrol_launch_dependents()
-            tile = step % self.tiles
-            work = Boolean(False)
+        live = cute.make_rmem_tensor((self.per,), Int32)
+        work = Boolean(False)
+        for s in range_constexpr(self.per):
+            live[s] = cute.arch.shuffle_sync(alive, s)
+            work = work | (live[s] > 0)
+        state = self.partial()
+        self.clear(state)
+        cute.arch.mbarrier_wait(arrived, 0)
+        if work:  # the same for all threads
+            self.tile(sK, sV, sP, sML, live, tile, qf, scale, state, mma, wid, lane)
+        if const_expr(self.tiles > 1):
+            inbox = smem.allocate_tensor(Float32, cute.make_layout((4, self.words, 32, self.folders, self.tiles)), 16)
+            self.exchange(state, inbox, arrived + 1, work, tile, wid, lane, t)
+        part = tile * self.folders + wid  # whose columns this warp has now
+        if wid < self.folders:
+            log = cute.make_rmem_tensor((2,), Float32)
+            x = cute.make_rmem_tensor((2, 2, self.nt), Float32)
             for s in range_constexpr(self.per):
-                work = work | (sLive[s, stage] >= 0)
-            cute.arch.mbarrier_wait(full + stage, phase)
-            if work:  # the same for all threads
-                live = sLive[wid // self.share, stage]
-                at = stage * self.per + wid // self.share
-                self.tile(
-                    sK[None, None, at], sV[None, None, at], sP, sML, tile, live, qf, scale, M, L, out, mma, wid, lane
-                )
-                n = (cx + (step // self.tiles) * ctas) * self.per + wid // self.share
-                last = tile == self.tiles - 1
-                if last and (live > 0 or (live == 0 and mode == ALL)):
-                    self.write(o, lse, b, h, n, M, L, out, wid, lane)
-                if last and live == 0 and mode != ALL and lane < self.G and wid % self.share == 0:
-                    lse[b, h, n, lane] = -Float32.inf
-            step = step + 1
-            stage = stage + 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
+                if live[s] > 0 or (live[s] == 0 and mode == ALL):
+                    self.normalise(state, s, log, x)
+                    self.write(o, lse, b, h, first + s, log, x, part, lane)
+                if live[s] == 0 and mode != ALL and lane < self.G and part == 0:
+                    lse[b, h, first + s, lane] = -Float32.inf
 
     @cute.jit
-    def peek(self, held, ids, position, table, k, length, mode, b, h, first, ctas, lane):
-        """Slot and live tokens of each lane's listed block: `window` chunks from chunk `first` on, `per` blocks each.
-
-        0 live tokens: padding, or an id out of range. -1: nothing to do here.
-        """
-        n = (first + (lane // self.per) * ctas) * self.per + lane % self.per
-        held[0] = Int32(0)
-        held[1] = Int32(-1)
+    def peek(self, ids, position, table, k, length, mode, b, h, n):
+        """Slot and live tokens of the n-th listed block; 0 tokens: padding, -1: beyond the list, or nothing to do."""
+        slot, live = Int32(0), Int32(-1)
         if n < ids.shape[2]:
             blk = ids[b, h, n]
             known = Int32(-1)
             if mode == MISSED:
                 known = position[b, h, n]
-            valid = blk >= 0 and blk < (length + self.T - 1) // self.T
-            slot = blk if valid else Int32(0)
-            if const_expr(self.paged):
-                valid = valid and slot < table.shape[2]
-                at = Int32(-1)
-                if valid:
-                    at = table[b, h, slot]
-                slot = at
-            valid = valid and slot >= 0 and slot < k.shape[2]
-            live = cutlass.min(length - blk * self.T, self.T)
-            live = live if valid else Int32(0)
-            held[0] = slot if valid else Int32(0)
-            held[1] = Int32(-1) if blk >= 0 and known >= 0 else live
+            slot, live = self.locate(blk, table, k.shape[2], length, b, h)
+            live = Int32(-1) if blk >= 0 and known >= 0 else live
+        return slot, live
 
     @cute.jit
-    def fetch(self, source, sK, sV, sLive, full, held, step, stage, lane):
-        """Warp 0 starts the copies of a chunk into a stage: whole blocks, or 64 tokens of one."""
-        tma_k, k, tma_v, v = source
-        at = (step // self.tiles) % self.window * self.per
-        tile = step % self.tiles
-        mine = cute.arch.shuffle_sync(held[1], at + lane % self.per)
-        slot = cute.arch.shuffle_sync(held[0], at + lane % self.per)
-        some = mine > tile * self.TILE
-        wanted = cute.arch.popc(cute.arch.vote_ballot_sync(some and lane < self.per))
-        if lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, wanted * self.bytes)
-        for s in cutlass.range(self.per, unroll=1):
-            from_ = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(slot, s))
-            live = cute.arch.shuffle_sync(mine, s)
-            if live > tile * self.TILE:  # the whole warp comes here: a TMA copy elects its lane
-                for tma, g, x in ((tma_k, k, sK), (tma_v, v, sV)):
-                    tiles = cute.local_tile(g[None, None, from_], (self.rows, self.D), (None, 0))
-                    to, src = cpasync.tma_partition(
-                        tma,
-                        0,
-                        cute.make_layout(1),
-                        cute.group_modes(x[None, None, stage * self.per + s], 0, 2),
-                        cute.group_modes(tiles, 0, 2),
-                    )
-                    cute.copy(tma, src[None, tile], to, tma_bar_ptr=full + stage)
-        if lane < self.per:
-            sLive[lane, stage] = mine
+    def exchange(self, state, inbox, arrived, work, tile, wid, lane, t):
+        """Send this tile's state around the cluster; the folding warps get a block's, of their columns."""
+        M, L, out = state
+        four = cute.make_rmem_tensor((4,), Float32)
+        if t == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(arrived, 16 * self.words * 32 * self.WARPS)
+        cute.arch.cluster_wait()
+        if work:  # the same for the whole cluster
+            for i in range_constexpr(self.words):
+                self.word(state, four, i, False)
+                bits = cute.recast_tensor(four, Int32)
+                to = inbox[None, i, lane, wid % self.folders, tile].iterator
+                value = (bits[0], bits[1], bits[2], bits[3])
+                cute.arch.store_async_dsmem(to, value, arrived, wid // self.folders)
+            if wid < self.folders:
+                cute.arch.mbarrier_wait(arrived, 0)
+                one = self.partial()
+                self.clear(state)
+                for source in range_constexpr(self.tiles):
+                    for i in range_constexpr(self.words):
+                        cute.autovec_copy(inbox[None, i, lane, wid, source], four)
+                        self.word(one, four, i, True)
+                    self.fold(state, one[0][None, 0], one[1][None, 0], one[2][None, None, None, 0])
 
     @cute.jit
-    def load_q(self, q, b, h, lane, mma):
-        """The group's queries as A fragments; rows beyond G are zero."""
+    def word(self, state, four, i: cutlass.Constexpr, back: cutlass.Constexpr):
+        """The i-th 16 bytes of a state: two pairs of columns, or maxima and sums."""
+        M, L, out = state
+        for e in range_constexpr(4):
+            half, j = i % self.halves, i // self.halves * 2 + e // 2
+            if const_expr(i < self.words - 1):
+                if const_expr(back):
+                    out[e % 2, half, j, 0] = four[e]
+                else:
+                    four[e] = out[e % 2, half, j, 0]
+            elif const_expr(e // 2 < self.halves):
+                at = (M, L)[e % 2]
+                if const_expr(back):
+                    at[e // 2, 0] = four[e]
+                else:
+                    four[e] = at[e // 2, 0]
+
+    @cute.jit
+    def write(self, o, lse, b, h, n, log, x, part, lane):
+        """Store the columns of warp `part` of block n of the list."""
         r, c = lane // 4, lane % 4
-        qf = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_A((16, self.D)), self.dtype)
-        words = cute.make_tensor(cute.recast_tensor(qf, Uint32).iterator, cute.make_layout((2, 2, self.D // 16)))
-        words.fill(0)
-        pair = cute.make_rmem_tensor((2,), self.dtype)
-        for half in range_constexpr(2):
-            if const_expr(half * 8 < self.G):  # noqa: SIM102
-                if r + half * 8 < self.G:
-                    for i in range_constexpr(self.D // 8):
-                        row = q[b, h * self.G + half * 8 + r, None]
-                        cute.autovec_copy(cute.local_tile(row, (2,), (i * 4 + c,)), pair)
-                        words[half, i % 2, i // 2] = cute.recast_tensor(pair, Uint32)[0]
-        return qf
-
-    @cute.jit
-    def tile(self, sK, sV, sP, sML, tile, live, qf, scale, M, L, out, mma, wid, lane):
-        """Fold one stage into the running state of this warp's rows r, r + 8 and columns: M (log2), L, out."""
-        r, c = lane // 4, lane % 4
-        part = wid % self.share
-        thr = mma.get_slice(lane)
-        load_k = cute.make_tiled_copy_B(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma)
-        load_v = cute.make_tiled_copy_B(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype), mma)
-
-        if live < (tile + 1) * self.rows:  # 0 * NaN is NaN: rows without a token become zeros
-            zero = cute.make_rmem_tensor((8,), self.dtype)
-            zero.fill(0.0)
-            for i in range_constexpr(self.D // 16):
-                row = part * 16 + lane // 2
-                if tile * self.rows + row >= live:
-                    cute.autovec_copy(zero, cute.local_tile(sV[row, None], (8,), (2 * i + lane % 2,)))
-            cute.arch.fence_proxy("async.shared", space="cta")  # before the copy engine writes here again
-
-        # scores of 16 tokens; two accumulators halve the chain of dependent MMAs
-        keys = cute.local_tile(sK, (16, self.D), (part, 0))
-        kf = thr.make_fragment_B(thr.partition_B(keys))
-        cute.copy(load_k, load_k.get_slice(lane).partition_S(keys), load_k.get_slice(lane).retile(kf))
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((16, 16)), Float32)
-        odd = cute.make_rmem_tensor(thr.partition_shape_C((16, 16)), Float32)
-        acc.fill(0.0)
-        odd.fill(0.0)
-        for i in range_constexpr(self.D // 32):
-            cute.gemm(mma, acc, qf[None, None, 2 * i], kf[None, None, 2 * i], acc)
-            cute.gemm(mma, odd, qf[None, None, 2 * i + 1], kf[None, None, 2 * i + 1], odd)
-        acc.store(acc.load() + odd.load())
-
-        s = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, 2)))  # column of a pair, row half, n-tile
-        m = cute.make_rmem_tensor((2,), Float32)
-        total = cute.make_rmem_tensor((2,), Float32)
-        for half in range_constexpr(2):
-            top = -Float32.inf
-            for i in range_constexpr(2):
-                for e in range_constexpr(2):
-                    token = tile * self.TILE + part * 16 + 8 * i + 2 * c + e
-                    x = s[e, half, i] * (scale * common.LOG2E)
-                    s[e, half, i] = x if token < live else -Float32.inf
-                    top = cute.arch.fmax(top, s[e, half, i])
-            top = cute.arch.warp_reduction_max(top, threads_in_group=4)
-            base = top if top > -Float32.inf else Float32(0.0)
-            add = Float32(0.0)
-            for i in range_constexpr(2):
-                for e in range_constexpr(2):
-                    s[e, half, i] = cute.arch.exp2(s[e, half, i] - base)
-                    add = add + s[e, half, i]
-            m[half] = top
-            total[half] = cute.arch.warp_reduction_sum(add, threads_in_group=4)
-
-        # p = high + low, as A fragments
-        p = cute.make_tensor(acc.iterator, cute.make_layout((8,)))
-        split = cute.make_rmem_tensor((8, 2), self.dtype)
-        rest = cute.make_rmem_tensor((8,), Float32)
-        split[None, 0].store(p.load().to(self.dtype))
-        rest.store(p.load() - split[None, 0].load().to(Float32))
-        split[None, 1].store(rest.load().to(self.dtype))
-
-        factor = cute.make_rmem_tensor((2, self.share), Float32)
-        if const_expr(self.share > 1):
-            words = cute.recast_tensor(split, Uint32)
-            for x in range_constexpr(2):
-                cute.autovec_copy(words[None, x], sP[None, lane, x, wid])
-            if c == 0:
-                for half in range_constexpr(2):
-                    sML[0, r + 8 * half, wid] = m[half]
-                    sML[1, r + 8 * half, wid] = total[half]
-            cute.arch.sync_threads()
-        elif live < self.rows:
-            cute.arch.sync_warp()
-        values = cute.make_tensor(sV.iterator, cute.select(sV.layout, mode=[1, 0]))
-        values = cute.local_tile(values, (self.width, self.rows), (part, 0))
-        vf = thr.make_fragment_B(thr.partition_B(values))
-        cute.copy(load_v, load_v.get_slice(lane).partition_S(values), load_v.get_slice(lane).retile(vf))
-
-        first = wid - part
-        for half in range_constexpr(2):
-            top = m[half]
-            if const_expr(self.share > 1):
-                top = sML[0, r + 8 * half, first]
-                for w in range_constexpr(1, self.share):
-                    top = cute.arch.fmax(top, sML[0, r + 8 * half, first + w])
-            keep = Float32(0.0)
-            if const_expr(self.tiles > 1):
-                before = M[half] if tile > 0 else -Float32.inf
-                top = cute.arch.fmax(top, before)
-                keep = cute.arch.exp2(before - top) if top > -Float32.inf else Float32(0.0)
+        for half in range_constexpr(self.halves):
+            g = r + 8 * half
+            if g < self.G:
                 for j in range_constexpr(self.nt):
-                    for e in range_constexpr(2):
-                        out[e, half, j] = out[e, half, j] * keep if tile > 0 else Float32(0.0)
-            base = top if top > -Float32.inf else Float32(0.0)
-            sum_ = Float32(0.0)
-            if const_expr(self.tiles > 1):
-                sum_ = L[half] * keep if tile > 0 else Float32(0.0)
-            for w in range_constexpr(self.share):
-                if const_expr(self.share > 1):
-                    factor[half, w] = cute.arch.exp2(sML[0, r + 8 * half, first + w] - base)
-                    sum_ = sum_ + factor[half, w] * sML[1, r + 8 * half, first + w]
-                else:
-                    factor[half, w] = Float32(1.0)
-                    sum_ = total[half]
-            M[half] = top
-            L[half] = sum_
-        if const_expr(self.tiles == 1):
-            out.fill(0.0)
-
-        tmp = cute.make_rmem_tensor(((2, 2), 1, self.nt), Float32)
-        flat = cute.make_tensor(tmp.iterator, cute.make_layout((2, 2, self.nt)))
-        pf = cute.make_rmem_tensor(thr.partition_shape_A((16, 16)), self.dtype)
-        pw = cute.make_tensor(cute.recast_tensor(pf, Uint32).iterator, cute.make_layout((4,)))
-        own = cute.recast_tensor(split, Uint32)
-        for w in range_constexpr(self.share):
-            tmp.fill(0.0)
-            for x in range_constexpr(1, -1, -1):  # the low parts first
-                if const_expr(self.share > 1):
-                    cute.autovec_copy(sP[None, lane, x, first + w], pw)
-                else:
-                    for i in range_constexpr(4):
-                        pw[i] = own[i, x]
-                cute.gemm(mma, tmp, pf[None, None, 0], vf[None, None, w], tmp)
-            for j in range_constexpr(self.nt):
-                for half in range_constexpr(2):
-                    for e in range_constexpr(2):
-                        out[e, half, j] = out[e, half, j] + factor[half, w] * flat[e, half, j]
-
-    @cute.jit
-    def write(self, o, lse, b, h, n, M, L, out, wid, lane):
-        """Normalise and store this warp's columns of block n of the list."""
-        r, c = lane // 4, lane % 4
-        part = wid % self.share
-        pair = cute.make_rmem_tensor((2,), Float32)
-        for half in range_constexpr(2):
-            if const_expr(half * 8 < self.G):
-                g = r + 8 * half
-                if g < self.G:
-                    empty = L[half] == 0.0  # not of NaN: a wrong read must show, not weigh nothing
-                    inv = Float32(0.0) if empty else 1.0 / L[half]
-                    for j in range_constexpr(self.nt):
-                        for e in range_constexpr(2):
-                            pair[e] = Float32(0.0) if empty else out[e, half, j] * inv
-                        to = cute.local_tile(o[b, h, n, g, None], (2,), (part * (self.width // 2) + 4 * j + c,))
-                        cute.autovec_copy(pair, to)
-                    if c == 0 and part == 0:
-                        full = M[half] * common.LN2 + cute.math.log(L[half])
-                        lse[b, h, n, g] = -Float32.inf if empty else full
+                    to = cute.local_tile(o[b, h, n, g, None], (2,), (part * (self.width // 2) + 4 * j + c,))
+                    cute.autovec_copy(x[None, half, j], to)
+                if c == 0 and part == 0:
+                    lse[b, h, n, g] = log[half]
 
 
 def launch(q, k, v, ids, position, seq_lens, page_table, o, lse, mode, scale, op="attend"):

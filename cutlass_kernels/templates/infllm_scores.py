@@ -46,11 +46,11 @@ class InfllmScores:
 
     def signature(self):
         """What __call__ is compiled for."""
-        B, H, Hkv, W1, W2, N, parts = common.syms(7)
+        B, M, H, Hkv, W1, W2, N, parts = common.syms(8)
         return (
             common.fake(self.dtype, (B, H, self.D)),
-            common.fake(self.dtype, (B, Hkv, W1, self.D)),
-            common.fake(self.dtype, (B, Hkv, W2, self.D)),
+            common.fake(self.dtype, (M, Hkv, W1, self.D)),
+            common.fake(self.dtype, (M, Hkv, W2, self.D)),
             common.fake(Int32, (B,), 4),
             common.fake(Float32, (B, Hkv, parts, 2, HEADS)),
             common.fake(Float32, (B, Hkv, N), 4),
@@ -81,7 +81,7 @@ class InfllmScores:
     ):
         """Launch both. parts: [B, H_kv, parts, 2, 16] float32, scratch; exact: 0 or 1; the others as for the op."""
         mma = cute.make_tiled_mma(warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)))
-        heads, batch = k1.shape[1], k1.shape[0]
+        heads, batch = k1.shape[1], q.shape[0]
         base2 = scale * common.LOG2E
         self.norm(q, k1, k2, seq_lens, parts, base2, window, stride, coarse_window, coarse_stride, exact, mma).launch(
             grid=[parts.shape[2], heads, batch], block=[NORM_WARPS * 32, 1, 1], stream=stream, use_pdl=True
@@ -122,11 +122,12 @@ class InfllmScores:
     def load_keys(self, means, b, h, first, count, lane, pieces):
         """Windows first ... of this warp; an index outside of 0 ... count - 1 reads the nearest one inside."""
         row, quad = lane // 4, lane % 4
+        of = cutlass.min(b, means.shape[0] - 1)  # one sequence's, or one each
         for i in range_constexpr(TILES):
             for half in range_constexpr(2):
                 at = cutlass.max(cutlass.min(first + 16 * i + 8 * half + row, count - 1), 0)
                 for j in range_constexpr(self.D // 32):
-                    source = cute.local_tile(means[b, h, at, None], (8,), (j * 4 + quad,))
+                    source = cute.local_tile(means[of, h, at, None], (8,), (j * 4 + quad,))
                     cute.autovec_copy(source, pieces[None, j, half, i])
 
     @cute.jit
@@ -359,7 +360,8 @@ def infllm_scores(
     scores: Tensor,
 ) -> None:
     """The op infllm_scores for CUDA tensors."""
-    B, H, W1, D = k1.shape
+    B = q.shape[0]
+    _, H, W1, D = k1.shape
     group, per_block, reach = q.shape[1] // H, block_size // stride, window // stride - 1
     asked = {"head size": D, "group size": group, "dtype": q.dtype}
     templates.serve("infllm_scores", q, InfllmScores.SERVES, asked)

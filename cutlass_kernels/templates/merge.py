@@ -6,8 +6,9 @@ threads' states are combined by a fixed tree. A part is found in one of two plac
 predicted blocks) where `position` says, or else in `fresh`, at its own index. Where a part lies changes no bit of the
 result, nor do empty parts (lse = -inf), whatever their o: a repair runs this very kernel.
 
-What is at hand is read before the wait for the kernel in front, which makes `fresh`: repair only passes positions when
-that kernel is attend(mode=MISSED), which starts this one after its own wait.
+Positions are read before the wait for the kernel in front, which makes `fresh`: they may only be passed when that
+kernel is attend(mode=MISSED), which starts this one after its own wait. CTAs are small: they are to be on the SMs
+before that kernel is done.
 """
 
 import cuda.bindings.driver as cuda
@@ -30,11 +31,12 @@ class Merge:
         "head size": (64, 128),
         "query heads a KV head": tuple(range(1, 17)),
     }
-    COLS = 32
+    COLS = 16
     THREADS = 256
     LANES = COLS // 4  # threads that read a part's columns, 16 bytes each
     ROWS = THREADS // LANES
-    FLIGHT = 8  # parts of a thread whose loads are in flight together
+    STEPS = 3  # of shuffles: a warp holds 2 ** STEPS rows
+    FLIGHT = 4  # parts of a thread whose loads are in flight together
 
     def __init__(self, dtype: str, head_dim: int, group: int):
         self.dtype, self.D, self.G = common.DTYPES[dtype], head_dim, group
@@ -74,6 +76,8 @@ class Merge:
             block=[self.THREADS, 1, 1],
             stream=stream,
             use_pdl=True,
+            min_blocks_per_mp=4,  # bounds the registers
+            preferred_smem_carveout=100,
         )
 
     @cute.kernel
@@ -116,20 +120,17 @@ class Merge:
                     x[e, i] = Float32(0.0)
                 if looked_up == 1 and n + i * self.ROWS < parts:
                     source[i] = position[b, h, n + i * self.ROWS]
-            for i in range_constexpr(self.FLIGHT):
-                if source[i] >= 0:
-                    weight[i] = lse[b, h, source[i], g]
-                    cute.autovec_copy(cute.local_tile(o[b, h, source[i], g, None], (4,), (at,)), x[None, i])
             cute.arch.griddepcontrol_wait()
             for i in range_constexpr(self.FLIGHT):
                 j = n + i * self.ROWS
-                if source[i] < 0 and j < parts:
-                    if j < lead:
-                        weight[i] = lse[b, h, j, g]
-                        cute.autovec_copy(cute.local_tile(o[b, h, j, g, None], (4,), (at,)), x[None, i])
-                    else:
-                        weight[i] = fresh_lse[b, h, j - lead, g]
-                        cute.autovec_copy(cute.local_tile(fresh_o[b, h, j - lead, g, None], (4,), (at,)), x[None, i])
+                if j < lead:  # looked up nowhere
+                    source[i] = j
+                if source[i] >= 0:
+                    weight[i] = lse[b, h, source[i], g]
+                    cute.autovec_copy(cute.local_tile(o[b, h, source[i], g, None], (4,), (at,)), x[None, i])
+                elif j < parts:
+                    weight[i] = fresh_lse[b, h, j - lead, g]
+                    cute.autovec_copy(cute.local_tile(fresh_o[b, h, j - lead, g, None], (4,), (at,)), x[None, i])
             top = m
             for i in range_constexpr(self.FLIGHT):
                 top = cute.arch.fmax(top, weight[i])
@@ -149,14 +150,14 @@ class Merge:
         cute.arch.griddepcontrol_launch_dependents()
 
         top = m  # the threads of a warp that share columns
-        for step in range_constexpr(2):
+        for step in range_constexpr(self.STEPS):
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=self.LANES << step))
         base = top if top > -Float32.inf else Float32(0.0)
         keep = cute.arch.exp2((m - base) * common.LOG2E)
         total = total * keep
         for e in range_constexpr(4):
             acc[e] = acc[e] * keep
-        for step in range_constexpr(2):
+        for step in range_constexpr(self.STEPS):
             total = total + cute.arch.shuffle_sync_bfly(total, offset=self.LANES << step)
             for e in range_constexpr(4):
                 acc[e] = acc[e] + cute.arch.shuffle_sync_bfly(acc[e], offset=self.LANES << step)

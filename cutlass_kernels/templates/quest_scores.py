@@ -40,8 +40,8 @@ class QuestScores:
 
     def signature(self):
         """What __call__ is compiled for."""
-        B, H, Hkv, N = common.syms(4)
-        blocks = common.fake(self.dtype, (B, Hkv, N, self.D))
+        B, M, H, Hkv, N = common.syms(5)
+        blocks = common.fake(self.dtype, (M, Hkv, N, self.D))
         return (
             common.fake(self.dtype, (B, H, self.D)),
             blocks,
@@ -62,9 +62,9 @@ class QuestScores:
         scores: cute.Tensor,
         stream: CUstream,
     ):
-        """Launch: q [B, Hq, D], kmin, kmax [B, H_kv, N, D], seq_lens [B], scores [B, H_kv, N] float32."""
+        """Launch: q [B, Hq, D], kmin, kmax [B | 1, H_kv, N, D], seq_lens [B], scores [B, H_kv, N] float32."""
         self.kernel(q, kmin, kmax, seq_lens, block_size, scores).launch(
-            grid=[cute.ceil_div(kmin.shape[2], self.tile), kmin.shape[1], kmin.shape[0]],
+            grid=[cute.ceil_div(kmin.shape[2], self.tile), kmin.shape[1], q.shape[0]],
             block=[self.warps * 32, 1, 1],
             stream=stream,
             use_pdl=True,
@@ -91,13 +91,14 @@ class QuestScores:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         n = cutlass.min((seq_lens[b] + block_size - 1) // block_size, N)
+        of = cutlass.min(b, kmin.shape[0] - 1)  # one sequence's, or one each
         if start < n:
             low = cute.make_rmem_tensor((8, self.rows), self.dtype)
             high = cute.make_rmem_tensor((8, self.rows), self.dtype)
             for i in range_constexpr(self.rows):
                 at = cutlass.min(row + i * self.step, n - 1)
-                cute.autovec_copy(cute.local_tile(kmin[b, h, at, None], (8,), (lane,)), low[None, i])
-                cute.autovec_copy(cute.local_tile(kmax[b, h, at, None], (8,), (lane,)), high[None, i])
+                cute.autovec_copy(cute.local_tile(kmin[of, h, at, None], (8,), (lane,)), low[None, i])
+                cute.autovec_copy(cute.local_tile(kmax[of, h, at, None], (8,), (lane,)), high[None, i])
             mean = self.mean_query(q, heads, means, b, h, lane)  # its barriers keep the loads above in front
             self.score(mean, self.signs(mean), low, high, scores, b, h, row, lane, n)
         else:

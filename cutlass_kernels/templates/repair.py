@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""repair and repair_union: attend over the missed blocks, then merge; two launches, the second started early (PDL).
+"""repair, its two halves, and repair_union: attend over the missed blocks, then merge, started early (PDL).
 
 They have no kernels of their own, and that is what makes `exact` exact: a missed block is computed by the kernel that
-computed the predicted ones, and merged by the kernel that merges a serial step. The merge is on the GPU while the
-missed blocks are computed, and has read every partial that was at hand when the last of them is done. One launch of
-both, with counters or a grid barrier between, costs more than the second launch.
+computed the predicted ones, and merged by the kernel that merges a serial step. One launch of both, in a cluster that
+selects, attends and merges, was built and measured: it takes whole SMs, so that it starts late, and it lost 2 us.
 """
 
 import torch
@@ -18,6 +17,17 @@ def _fresh(q, ids):
     n = ids.numel() * G
     room = q.new_empty(n * (D + 1), dtype=torch.float32)
     return room[: n * D].view(*ids.shape, G, D), room[n * D :].view(*ids.shape, G)
+
+
+def attend_missed(q, k, v, ids, position, seq_lens, scale, page_table, o, lse):
+    """The op."""
+    attend.launch(q, k, v, ids, position, seq_lens, page_table, o, lse, attend.MISSED, scale, "attend_missed")
+
+
+def merge_repaired(position, o, lse, fresh_o, fresh_lse, out, out_lse):
+    """The op."""
+    position = position if position.numel() else None
+    merge.launch(o, lse, (fresh_o, fresh_lse), position, 0, out, out_lse, "merge_repaired")
 
 
 def repair(q, k, v, ids, position, o, lse, seq_lens, scale, page_table, out, out_lse):

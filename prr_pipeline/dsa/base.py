@@ -82,7 +82,12 @@ class SparseMethod(ABC):
 
     @abstractmethod
     def score(self, q: Tensor, meta: Metadata, seq_lens: Tensor, scale: float, out: Tensor) -> None:
-        """Scores of all blocks into out [B, H_kv, N] float32; -inf for blocks without tokens. q: [B, Hq, D]."""
+        """Scores of all blocks into out [B, H_kv, N] float32; -inf for blocks without tokens.
+
+        Args:
+            q: [B, Hq, D].
+            meta: of B sequences, or of one that all queries ask.
+        """
 
 
 def poison(k: Tensor, rows: int) -> Tensor:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibration (PRR, eq 4 and 5): replay the predictor over a prompt's last rows, all candidates and layers at once.
 
-What is replayed is the predictor's own arithmetic and the selection's own order (`reference.learn`, `rank_blocks`). The
-full score matrix of a long prompt does not fit; a window of its last rows does.
+What is replayed is the predictor's own arithmetic and the selection's own order (the op replay_hits). The full score
+matrix of a long prompt does not fit; a window of its last rows does.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cutlass_kernels.reference import learn, num_blocks, rank_blocks
+import cutlass_kernels as ck
+from cutlass_kernels.reference import num_blocks, rank_blocks
 from prr_pipeline.dsa.base import SparseMethod
 from prr_pipeline.prr.budget import width
 from prr_pipeline.prr.predictor import LAST_SCORES, EmaPredictor
@@ -50,39 +51,25 @@ def hit_rates(windows: Sequence[Window], thetas: Tensor, method: SparseMethod, w
         widths: sizes of P in blocks, delta top_k.
 
     Returns:
-        [len(widths), L, C] float32 each.
+        [len(widths), L, C] float32 each, on the CPU.
     """
-    scores = torch.stack([w.scores for w in windows], 1)  # [W, L, H, N]
-    _, L, H, N = scores.shape
-    C = thetas.shape[-2]
-    flat = thetas.to(scores.device).expand(L, C, 3).reshape(L * C, 3).contiguous()
-    level = scores.new_full((L * C, H, N), float("nan"))
-    trend = torch.zeros_like(level)
-    rule = (method.block_size, method.sink, method.local)
-    sums: list[Hits] = []
-    for i, tokens in enumerate(windows[0].lengths.tolist()):
-        lens = windows[0].lengths[i : i + 1].expand(L * C).contiguous()
-        if i and method.selects(method.dense_layers, tokens):
-            rank = rank_blocks(level + flat[:, 2, None, None] * trend, lens, *rule)
-            sums.append(_shares(scores[i], rank.view(L, C, H, N), lens[:L], method, widths))
-        learn(scores[i, :, None].expand(L, C, H, N).reshape(L * C, H, N), level, trend, flat, lens, method.block_size)
-    return Hits(*(torch.stack(x).nanmean(0) for x in zip(*sums, strict=True)))
-
-
-def _shares(row: Tensor, rank: Tensor, lens: Tensor, method: SparseMethod, widths: Sequence[int]) -> Hits:
-    """One row: scores [L, H, N], rank of P [L, C, H, N], lens [L] -> means over KV heads [len(widths), L, C]."""
-    N = row.shape[2]
-    chosen = rank_blocks(row, lens, method.block_size, method.sink, method.local) < method.top_k
-    index = torch.arange(N, device=row.device)
-    n = num_blocks(lens, method.block_size)[:, None, None]
-    dynamic = chosen & (index >= method.sink) & (index < n - method.local)
-    lowest = torch.where(dynamic, row, float("inf")).amin(-1, keepdim=True).clamp(max=0)
-    weight = torch.where(dynamic, row - lowest, 0.0)
-    weight = torch.where(weight.sum(-1, keepdim=True) > 0, weight, dynamic.float())
-    wanted = torch.stack((chosen.float(), dynamic.float(), weight), -1)  # [L, H, N, 3]
-    held = torch.stack([((rank < w) | (n[:, None] <= w)).float() for w in widths])  # [widths, L, C, H, N]
-    found = torch.einsum("wlchn,lhnk->wlchk", held, wanted) / wanted.sum(2)[:, None]
-    return Hits(*found.nanmean(3).unbind(-1))
+    lengths = windows[0].lengths
+    blocks = method.blocks(int(lengths.max()))  # a cache has room for more
+    scores = torch.stack([w.scores[:, :, :blocks] for w in windows])
+    L, C, n = len(windows), thetas.shape[-2], len(widths)
+    theta = thetas.to(scores.device).expand(L, C, 3).repeat_interleave(n, 1)
+    each = torch.tensor(list(widths) * C, dtype=torch.int32, device=scores.device)
+    rule = (method.block_size, method.top_k, method.sink, method.local, method.dense_len)
+    found = ck.replay_hits(scores, lengths, theta, each, *rule)
+    size = found.size.double().masked_fill(found.size < 0, float("nan"))[:, None]
+    forced = method.sink + method.local
+    kept = each.clamp(max=forced)[:, None, None]
+    shares = (
+        (found.hits + kept) / (size + forced),
+        found.hits / size,
+        found.weight / torch.where(size > 0, found.total[:, None], float("nan")),
+    )
+    return Hits(*(x.nanmean(3).nanmean(2).float().cpu().view(L, C, n).permute(2, 0, 1) for x in shares))
 
 
 @dataclass(frozen=True)
@@ -100,10 +87,10 @@ def calibrate(windows: Sequence[Window], predictor: EmaPredictor, method: Sparse
     hits = hit_rates(windows, thetas, method, [method.top_k])
     rates = (hits.weighted if predictor.objective == "weighted" else hits.dynamic)[0]  # [L, C]
     found = []
-    for row in rates:
-        best = int(row.nan_to_num(nan=-1.0).argmax())
+    for row, known in zip(rates.tolist(), rates.nan_to_num(nan=-1.0).tolist(), strict=True):
+        best = known.index(max(known))
         alpha, beta, gamma = thetas[best].tolist()
-        found.append(Calibration((alpha, beta, gamma), float(row[best]), row.tolist()))
+        found.append(Calibration((alpha, beta, gamma), row[best], row))
     return found
 
 
@@ -127,14 +114,17 @@ def locality(
 
 
 def last_overlap(windows: Sequence[Window], method: SparseMethod) -> Hits:
-    """Overlap of consecutive A (the paper's table 5), means over layers: what plain reuse finds."""
-    rule = (method.block_size, method.sink, method.local)
-    scores = torch.stack([w.scores for w in windows], 1)
-    sums = []
-    before: Tensor | None = None
-    for row, length in zip(scores, windows[0].lengths, strict=True):
-        lens = length.expand(row.shape[0]).contiguous()
-        if before is not None and method.selects(method.dense_layers, int(length)):
-            sums.append(_shares(row, before[:, None], lens, method, [method.top_k]))
-        before = rank_blocks(row, lens, *rule)
-    return Hits(*(torch.stack(x).nanmean() for x in zip(*sums, strict=True)))
+    """Overlap of consecutive A (the paper's table 5), means over layers: what plain reuse finds. Not weighted."""
+    lengths = windows[0].lengths
+    selecting = [i for i, n in enumerate(lengths.tolist()) if i and method.selects(method.dense_layers, n)]
+    index = torch.arange(windows[0].scores.shape[2], device=lengths.device)
+    n = num_blocks(lengths, method.block_size)[selecting, None, None]
+    dynamic = (index >= method.sink) & (index < n - method.local)
+    shares = []
+    for w in windows:
+        chosen = rank_blocks(w.scores, lengths, method.block_size, method.sink, method.local) < method.top_k
+        now, before = chosen[selecting], chosen[[i - 1 for i in selecting]]
+        both = [(x & before).sum(-1) / x.sum(-1) for x in (now, now & dynamic)]  # [rows, H]
+        shares.append(torch.stack(both).nanmean(2))
+    every, dynamic_ = torch.stack(shares).nanmean((0, 2))
+    return Hits(every, dynamic_, torch.full_like(every, float("nan")))

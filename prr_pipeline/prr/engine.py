@@ -28,6 +28,7 @@ from prr_pipeline.prr.phase import all_or_nothing
 from prr_pipeline.prr.predictor import LAST_SCORES, PredictorState
 from prr_pipeline.prr.sampling import Sampler
 from prr_pipeline.prr.stats import LayerStats, StepStats
+from prr_pipeline.prr.window import replay
 
 Theta = tuple[float, float, float]
 
@@ -186,24 +187,24 @@ class Engine:
         cache = self.cache(len(prompt) + room)
         handler = _Prefill(cache, self.window)
         ids = torch.tensor([prompt], device=self.device)
-        start = self._now()
+        start = self.now()
         with attached(self.model, handler):
             for at in range(0, len(prompt), self.prefill_chunk):
                 chunk = ids[:, at : at + self.prefill_chunk]
                 cache.set_length(at + chunk.shape[1])
                 logits = forward(self.model, chunk, at)
-        done = self._now()
+        done = self.now()
         windows = self.replay(cache, handler.queries, handler.scale)
-        return Prefilled(cache, logits, windows, (done - start) * 1e3, (self._now() - done) * 1e3)
+        return Prefilled(cache, logits, windows, (done - start) * 1e3, (self.now() - done) * 1e3)
 
-    def _now(self) -> float:
+    def now(self) -> float:
         """Seconds, all that was asked of the device being done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def replay(self, cache: KVCache, queries: dict[int, Tensor], scale: float) -> dict[int, Window]:
-        """Windows of all layers that may select; see `replay`. queries: by layer, [B, Hq, W, D]."""
+        """Windows of all layers that may select; see prr.window. queries: by layer, [B, Hq, W, D]."""
         with threads(self.step_threads):
             windows = {layer: replay(cache, layer, q, scale) for layer, q in queries.items()}
         return {layer: window for layer, window in windows.items() if window is not None}
@@ -231,32 +232,6 @@ class _Prefill:
         self.queries[layer] = kept[:, :, -self.window :].clone()
         self.scale = scale
         return causal_attention(q, keys, values, scale).transpose(1, 2)
-
-
-def replay(cache: KVCache, layer: int, queries: Tensor, scale: float) -> Window | None:
-    """Append a prompt's last W rows again, one by one as decode will, and score each; None if the layer is dense.
-
-    The metadata that this leaves behind is what decode goes on with.
-
-    Args:
-        cache: every prompt token is in it.
-        queries: [B, Hq, W, D] of those rows.
-    """
-    method, at = cache.method, cache.layers[layer]
-    rows = queries.shape[2]
-    first = cache.length - rows
-    cache.rebuild(layer, first)
-    B, H = at.k.shape[:2]
-    scores = torch.empty(rows, B, H, cache.num_blocks, dtype=torch.float32, device=at.k.device)
-    scored = layer >= method.dense_layers
-    keys, values = (x.flatten(2, 3)[:, :, first : cache.length].clone() for x in (at.k, at.v))
-    lengths = torch.arange(first + 1, cache.length + 1, dtype=torch.int32, device=at.k.device)
-    for i in range(rows):
-        lens = lengths[i].expand(B).contiguous()
-        method.append(keys[:, :, i].contiguous(), values[:, :, i].contiguous(), at.k, at.v, at.meta, lens)
-        if scored:
-            method.score(queries[:, :, i].contiguous(), at.meta, lens, scale, scores[i])
-    return Window(scores[:, 0], lengths) if scored else None
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from prr_pipeline.models.attention import attached
 from prr_pipeline.models.cache import KVCache
+from prr_pipeline.models.linear import fast_linears
 from prr_pipeline.prr.engine import Engine, Feed, Generator, Mode, Prefilled, Step, Theta, digest
 from prr_pipeline.prr.phase import AttentionPhase, Plan
 from prr_pipeline.prr.sampling import Sampler, draw
@@ -31,11 +32,13 @@ class GraphOptions:
     """How steps are run.
 
     burst: steps between host syncs, at most. compiled: the model through torch.compile. captured: steps as CUDA graphs.
+    linears: the model's linear layers through our op where they see one token; the model keeps them.
     """
 
     burst: int = 32
     compiled: bool = True
     captured: bool = True
+    linears: bool = True
 
 
 class _Log:
@@ -304,6 +307,8 @@ class GraphEngine(Engine):
     def __init__(self, *args: Any, how: GraphOptions, **options: Any):
         super().__init__(*args, **options)
         self.how = how
+        if how.linears:
+            fast_linears(self.model)
         self._arena: KVCache | None = None
         self._runner: GraphRunner | None = None
 
@@ -347,8 +352,7 @@ def step_function(model: nn.Module, how: GraphOptions) -> Callable[[Tensor, Tens
             out = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
             return out.logits[:, -1]
 
-        # programmatic dependent launches: a kernel comes up while the one in front of it ends, as ours do
-        options = {"triton.enable_pdl": True}
-        fast = torch.compile(one, fullgraph=True, dynamic=False, options=options) if how.compiled else one
-        setattr(model, kept, fast)
+        if how.compiled:  # its kernels, like ours, come up while the one in front of them ends
+            step = torch.compile(one, fullgraph=True, dynamic=False, options={"triton.enable_pdl": True})
+        setattr(model, kept, step if how.compiled else one)
     return getattr(model, kept)

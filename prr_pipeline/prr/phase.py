@@ -90,7 +90,7 @@ class AttentionPhase:
         self.nothing = ints(0)
         self.predicted: dict[int, Tensor] = {0: self.nothing}
         self._ints = ints
-        self._partials: dict[tuple[int, ...], Partials] = {}
+        self._partials: dict[tuple[object, ...], Partials] = {}
         self.dense = _Dense(cache, self.group)
         lanes = (torch.cuda.Stream(self.device) if self.device.type == "cuda" else None for _ in range(2))
         self.speculate, self.learn = lanes
@@ -106,13 +106,14 @@ class AttentionPhase:
             self.predicted[width] = self._ints(width)
         return self.predicted[width]
 
-    def _buffers(self, *shape: int) -> Partials:
-        """Partials [*shape, D] and [*shape] float32, the same ones for the same shape."""
-        if shape not in self._partials:
+    def _buffers(self, name: str, *shape: int) -> Partials:
+        """Partials [*shape, D] and [*shape] float32, the same ones for the same name and shape."""
+        key = (name, *shape)
+        if key not in self._partials:
             D = self.cache.layers[0].k.shape[4]
             o = torch.empty(*shape, D, dtype=torch.float32, device=self.device)
-            self._partials[shape] = o, torch.empty(shape, dtype=torch.float32, device=self.device)
-        return self._partials[shape]
+            self._partials[key] = o, torch.empty(shape, dtype=torch.float32, device=self.device)
+        return self._partials[key]
 
     # ------------------------------------------------------------------------------------------ predictor
     def warm(self, windows: dict[int, Window], thetas: dict[int, tuple[float, float, float]], width: int) -> None:
@@ -162,8 +163,7 @@ class AttentionPhase:
         with forked(self.speculate):
             ready = self.attend_ahead(plan, layer, at, q, scale)
         chosen = self.choose(plan, layer, at, q, scale)
-        join(self.speculate)
-        return self.mend(plan, at, q, chosen, ready, scale)
+        return self.mend(plan, at, q, chosen, ready, scale, self.speculate)
 
     def end(self, plan: Plan) -> None:
         """What a step must wait for."""
@@ -181,26 +181,41 @@ class AttentionPhase:
     def attend_ahead(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Partials:
         """Partials of P; of a union, their merge."""
         ids = self.ahead(plan.width)[layer]
-        partials = self._buffers(*ids.shape, self.group)
+        partials = self._buffers("ahead", *ids.shape, self.group)
         ck.attend(q, at.k, at.v, ids, self.cache.seq_lens, scale, out=partials)
         if plan.repair == "exact":
             return partials
-        return ck.merge(*partials, self._buffers(*q.shape[:2]))
+        return ck.merge(*partials, self._buffers("running", *q.shape[:2]))
 
     def attend_chosen(self, at: LayerCache, q: Tensor, chosen: ck.Selection, scale: float) -> Tensor:
-        """Attention over A alone."""
-        partials = self._buffers(*chosen.ids.shape, self.group)
-        ck.attend(q, at.k, at.v, chosen.ids, self.cache.seq_lens, scale, out=partials)
-        return ck.merge(*partials, _fresh(q))[0]
+        """Attention over A, selected against an empty P: all of it was missed."""
+        return ck.merge(*self._attend_missed(at, q, chosen, scale), _fresh(q))[0]
 
     def mend(
-        self, plan: Plan, at: LayerCache, q: Tensor, chosen: ck.Selection, ready: Partials, scale: float
+        self,
+        plan: Plan,
+        at: LayerCache,
+        q: Tensor,
+        chosen: ck.Selection,
+        ready: Partials,
+        scale: float,
+        lane: Lane = None,
     ) -> Tensor:
-        """Attention over A (exact) or A u P (union), from what was computed ahead."""
+        """Attention over A (exact) or A u P (union), from what is computed ahead on a lane.
+
+        The exact repair needs it late: what was missed is attended first.
+        """
         if plan.repair == "union":
+            join(lane)
             return ck.repair_union(q, at.k, at.v, chosen, *ready, self.cache.seq_lens, scale)[0]
         kept = all_or_nothing(chosen) if plan.all_or_nothing else chosen
-        return ck.repair(q, at.k, at.v, kept, *ready, self.cache.seq_lens, scale)[0]
+        missed = self._attend_missed(at, q, kept, scale)
+        join(lane)
+        return ck.merge_repaired(kept, *ready, *missed, _fresh(q))[0]
+
+    def _attend_missed(self, at: LayerCache, q: Tensor, chosen: ck.Selection, scale: float) -> Partials:
+        room = self._buffers("missed", *chosen.ids.shape, self.group)
+        return ck.attend_missed(q, at.k, at.v, chosen, self.cache.seq_lens, scale, out=room)
 
 
 def all_or_nothing(chosen: ck.Selection) -> ck.Selection:

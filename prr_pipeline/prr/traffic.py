@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a decode step must read from memory: the floor under its time, whatever runs it."""
 
+import torch
 from torch import nn
 
 from prr_pipeline.models.cache import KVCache
@@ -18,7 +19,8 @@ def step_bytes(model: nn.Module, cache: KVCache, mode: str, context: int) -> int
     """
     method, at = cache.method, cache.layers[0]
     token = 2 * at.k.shape[1] * at.k.shape[4] * at.k.element_size()
-    metadata = sum(x.nbytes for x in at.meta.values()) * context // cache.capacity
+    like = torch.empty(*at.k.shape[:2], method.blocks(context), *at.k.shape[3:], dtype=at.k.dtype, device="meta")
+    metadata = sum(x.nbytes for x in method.metadata(like).values())
     total = weight_bytes(model)
     for layer in range(len(cache.layers)):
         if mode != "dense" and method.selects(layer, context):

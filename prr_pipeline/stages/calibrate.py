@@ -42,13 +42,17 @@ def _sample(job: Job, prompt: Prompt) -> dict[str, Any]:
     length = start.tokens
     selecting = {x: w for x, w in start.windows.items() if job.method.selects(x, length)}
     windows = list(selecting.values())
+    begin = job.engine.now()
     found = calibrate(windows, job.predictor, job.method) if windows else []
+    calibrate_ms = (job.engine.now() - begin) * 1e3
     points = locality(windows, [c.theta for c in found], job.method, DELTAS) if windows else []
     return {
         "id": prompt.sample.id,
         "task": prompt.sample.task,
         "prompt_tokens": length,
         "window": _rows(start.windows),
+        "window_ms": start.window_ms,
+        "calibrate_ms": calibrate_ms,
         "layers": [_layer(x, c) for x, c in zip(selecting, found, strict=True)],
         "locality": [{k: v if isinstance(v, str) else _number(v) for k, v in p.items()} for p in points],
     }

@@ -5,6 +5,7 @@ Caches are synthetic; all that is timed does its real work on them. Beside every
 that the capacity left idle shows (the paper's figure 4).
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from prr_pipeline.prr.graphs import GraphEngine, step_function
 from prr_pipeline.prr.timing import PhaseTimes, graph_us, read_bandwidth
 from prr_pipeline.prr.traffic import weight_bytes
 from prr_pipeline.stages.job import Job
+
+log = logging.getLogger(__name__)
 
 _THETA = (0.4, 0.3, 0.25)  # the middle of the paper's grid; the hit rate that repair meets depends little on it
 
@@ -75,13 +78,15 @@ def linear_parts(job: Job) -> dict[str, float]:
     engine = job.engine
     assert isinstance(engine, GraphEngine)
     step = step_function(model, engine.how)
-    ids = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+    # two tensors: a step compiled for one that is both would be compiled again for decode
+    ids, positions = (torch.zeros(1, 1, dtype=torch.int64, device="cuda") for _ in range(2))
 
     def nothing(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return q.transpose(1, 2).clone()
 
+    log.info("profile: compiling the model and building its CUDA graph")
     with torch.no_grad(), attached(model, nothing):
-        total = graph_us(lambda: step(ids, ids))
+        total = graph_us(lambda: step(ids, positions))
     own = [p for m in attention_modules(model) for p in m.modules() if isinstance(p, nn.Linear)]
     head = model.get_output_embeddings()
     projections = graph_us(_each(own)) / layers

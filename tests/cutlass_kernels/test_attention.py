@@ -302,3 +302,81 @@ def test_the_lse_is_a_natural_logarithm() -> None:
     ids, lens = torch.zeros(1, 1, 1, dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
     _, lse = ck.attend(q, k, k, ids, lens, 1 / 16)
     assert float(lse) == pytest.approx(2 + math.log(4), abs=1e-6)
+
+
+# ------------------------------------------------------------------------------------------- empty, and out of bounds
+@pytest.mark.parametrize(("B", "N"), [(0, 3), (2, 0), (0, 0)])
+def test_no_rows_and_no_blocks_are_no_work(B: int, N: int) -> None:
+    q, k = torch.zeros(B, 4, 8), torch.zeros(B, 2, 3, 16, 8)
+    lens, ids = torch.zeros(B, dtype=torch.int32), torch.zeros(B, 2, N, dtype=torch.int32)
+    o, lse = ck.attend(q, k, k, ids, lens, 1.0)
+    assert o.shape == (B, 2, N, 2, 8) and lse.shape == (B, 2, N, 2)
+    out, total = ck.merge(o, lse, (torch.full_like(q, NAN), torch.full((B, 4), NAN)))
+    assert bool((out == 0).all()) and bool((total == -INF).all())
+    chosen = ck.Selection(ids, torch.full_like(ids, -1), ids, torch.zeros(B, 2, 2, dtype=torch.int32))
+    for result in (
+        ck.repair(q, k, k, chosen, o, lse, lens, 1.0),
+        ck.repair_union(q, k, k, chosen, out, total, lens, 1.0),
+    ):
+        assert result[0].shape == (B, 4, 8) and bool((result[0] == 0).all())
+
+
+@pytest.fixture
+def debugging() -> Iterator[None]:
+    ck.debug(True)
+    yield
+    ck.debug(False)
+
+
+def cache(B: int = 2, S: int = 3, T: int = 4) -> tuple[Tensor, Tensor]:
+    return torch.zeros(B, 2, S, T, 8), torch.zeros(B, 2, 8)
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(ValueError) as error:
+        call()
+    return str(error.value)
+
+
+def test_debug_mode_names_a_token_beyond_the_cache(debugging: None) -> None:
+    k, new = cache()
+    lens = torch.tensor([12, 13], dtype=torch.int32)
+    tail = "block 3 of row 1, head 0 has no slot: k has 3 slots"
+    assert refused(lambda: ck.append(new, new, k, k.clone(), lens)) == f"append: {tail}"
+    meta = torch.zeros(2, 2, 4, 8)
+    assert refused(lambda: ck.append_quest(new, new, k, k.clone(), meta, meta.clone(), lens)) == f"append_quest: {tail}"
+    ck.append(new, new, k, k.clone(), torch.tensor([12, 0], dtype=torch.int32))
+
+
+def test_debug_mode_names_metadata_that_is_too_small(debugging: None) -> None:
+    k, new = cache()
+    lens, small = torch.tensor([12, 9], dtype=torch.int32), torch.zeros(2, 2, 2, 8)
+    assert refused(lambda: ck.append_quest(new, new, k, k.clone(), small, small.clone(), lens)) == (
+        "append_quest: block 2 of row 0, head 0 has no slot: kmin has 2 slots"
+    )
+    large = torch.zeros(2, 2, 9, 8)
+    windows = {"window": 4, "stride": 2, "coarse_window": 8, "coarse_stride": 4}
+    for k1, k2, words in (
+        (large[:, :, :4], large, "block 4 of row 0, head 0 has no slot: k1 has 4 slots"),
+        (large, large[:, :, :1], "block 1 of row 0, head 0 has no slot: k2 has 1 slots"),
+    ):
+        call = lambda k1=k1, k2=k2: ck.append_infllm(new, new, k, k.clone(), k1, k2, lens, **windows)
+        assert refused(call) == f"append_infllm: {words}"
+    ck.append_infllm(new, new, k, k.clone(), large[:, :, :5].clone(), large[:, :, :2].clone(), lens, **windows)
+
+
+@pytest.mark.parametrize("slot", [-1, 3, 2**31 - 1])
+def test_debug_mode_names_a_page_table_entry_that_is_no_slot(debugging: None, slot: int) -> None:
+    k, new = cache()
+    q, lens = torch.zeros(2, 4, 8), torch.tensor([8, 3], dtype=torch.int32)
+    table = torch.tensor([0, 1]).int().expand(2, 2, 2).clone()
+    table[0, 1, 1] = slot
+    words = f"block 1 of row 0, head 1 has no slot ({slot} by the page table): k has 3 slots, the page table 2 entries"
+    assert refused(lambda: ck.append(new, new, k, k.clone(), lens, table)) == f"append: {words}"
+    ids = torch.tensor([[[0, 1]] * 2, [[0, -1]] * 2], dtype=torch.int32)
+    assert refused(lambda: ck.attend(q, k, k, ids, lens, 1.0, table)) == f"attend: {words}"
+    assert refused(lambda: ck.append(new, new, k, k.clone(), lens, table[:, :, :1])) == (
+        "append: block 1 of row 0, head 0 has no slot: k has 3 slots, the page table 1 entries"
+    )
+    unused = torch.where(torch.arange(2) == 1, slot, table)  # of a block that nobody lists
+    ck.attend(q, k, k, torch.where(ids == 1, -1, ids), lens, 1.0, unused.int())

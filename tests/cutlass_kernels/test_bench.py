@@ -24,6 +24,7 @@ def test_floors_are_bytes_over_bandwidth():
     assert case.floor_bytes() == 8192 * 8 * 128 * 2 * 2
     assert bench_cases.Case("quest_scores", 2, 16, 512 * 1024).floor_bytes() == 32768 * 2 * 128 * 2 * 2
     assert bench_cases.Case("select", 2, 16, 512 * 1024, 4096).floor_bytes() == 0
+    assert bench_cases.Case("linear", n=512, k=4096).floor_bytes() == 512 * 4096 * 2
 
 
 def test_sets_exceed_the_second_level_cache():
@@ -38,6 +39,9 @@ def test_a_row_has_the_published_keys():
     keys = ("op", "q_heads", "kv_heads", "head_dim", "block", "context", "budget", "batch", "dtype", "missed")
     assert set(row) == set(keys)
     assert "missed" not in bench_cases.Case("merge", 2, 64, 128 * 1024, 4096).row()
+    assert bench_cases.Case("linear", n=512, k=4096).row() == {
+        "op": "linear", "n": 512, "k": 4096, "batch": 1, "dtype": "bfloat16"
+    }  # fmt: skip
 
 
 def test_list_needs_no_gpu(capsys):

@@ -37,6 +37,11 @@ def test_peers_get_columns_only_where_they_ran():
     assert "| 3.87 | - | 18.80 |" in text
 
 
+def test_a_linear_layer_is_its_weights():
+    text = report.table(data({"op": "linear", "n": 512, "k": 4096, "us": 2.6, "floor_us": 0.94, "torch_us": 7.25}))
+    assert "| linear | 512 x 4096 | - | - | - | 2.60 | 0.94 | 7.25 |" in text
+
+
 def test_only_what_is_between_the_markers_changes():
     text = f"a\n{report.BEGIN}\nold\n{report.END}\nb\n"
     new = report.insert(text, "new")

@@ -17,6 +17,7 @@ from cutlass_kernels import OPS, cuda, templates
 from cutlass_kernels import compile as kc
 from cutlass_kernels.templates.append import Append, AppendInfLLM
 from cutlass_kernels.templates.attend import Attend
+from cutlass_kernels.templates.linear import Linear
 from cutlass_kernels.templates.merge import Merge
 
 SMALL = dict(dtype="bfloat16", head_dim=64, block=16, paged=False, quest=False)  # the kernel that compiles fastest
@@ -37,6 +38,8 @@ GRID = [
     (Append, dict(SMALL, quest=True, paged=True, head_dim=128)),
     (AppendInfLLM, dict(dtype="float16", head_dim=128, block=64, paged=True, fine=32, fine_step=16, coarse=128,
                         coarse_step=64)),
+    (Linear, dict(dtype="bfloat16", k=4096, rows=1, split=1, bias=False)),
+    (Linear, dict(dtype="float16", k=832, rows=2, split=4, bias=True)),
 ]  # fmt: skip
 
 

@@ -7,10 +7,11 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from cutlass_kernels.compile import build
-from cutlass_kernels.templates import topk
+from cutlass_kernels.templates import replay_hits, topk
 from cutlass_kernels.templates.infllm_scores import InfllmScores
 from cutlass_kernels.templates.predict import Predict
 from cutlass_kernels.templates.quest_scores import QuestScores
+from cutlass_kernels.templates.replay_hits import ReplayHits
 from cutlass_kernels.templates.select import Select
 
 
@@ -36,6 +37,17 @@ def test_select(N, vector):
 @pytest.mark.parametrize(("N", "vector"), ((4096, True), (32768, False)))
 def test_predict(N, vector):
     assert build(Predict, **topk.shape_of(N), vector=vector)
+
+
+@pytest.mark.parametrize("N", (250, 4096))
+def test_replay_hits(N):
+    assert build(ReplayHits, **replay_hits.shape_of(N))
+
+
+@pytest.mark.parametrize("N", (0, 1, 256, 257, 1024, 1025, 1030, 4096, 5000, 8193, 12289, replay_hits.CAPACITY))
+def test_registers_hold_every_block_of_a_row(N):
+    warps, per_lane = replay_hits.shape_of(N).values()
+    assert N <= 32 * warps * per_lane < N + 256 * max(warps, 1) + 1 and per_lane <= replay_hits.MOST
 
 
 @pytest.mark.parametrize("N", (1, 7, 2048, 2049, 4096, 8191, 8192, 8193, 16384, 20000, 32768, 32769, topk.CAPACITY))

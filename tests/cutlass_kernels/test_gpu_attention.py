@@ -32,8 +32,9 @@ SHAPES = [
     dict(H=3, G=8, T=16, D=64, N=33, lens=(1000, 16, 1), B=3, paged=True),
     dict(H=2, G=16, T=128, D=64, N=9, lens=(1500,), dtype=torch.float16),
     dict(H=2, G=4, T=256, D=64, N=3, lens=(800,), dtype=torch.float16, paged=True),
+    dict(H=8, G=4, T=256, N=40, lens=(12000,)),
 ]
-FEW = [SHAPES[0], SHAPES[1], SHAPES[2], SHAPES[4], SHAPES[6]]
+FEW = [SHAPES[0], SHAPES[1], SHAPES[2], SHAPES[4], SHAPES[5], SHAPES[6]]
 name = lambda d: "-".join(f"{k}{v}" for k, v in d.items()).replace("torch.", "").replace(" ", "")
 
 
@@ -242,6 +243,10 @@ def test_repair_is_serial_bit_for_bit(shape, relation):
     out, full = ck.repair(p.q, p.k, p.v, s, o, lse, p.lens, p.scale, p.table, out=p.outputs())
     serial = p.serial()
     assert torch.equal(out, serial[0]) and torch.equal(full, serial[1])
+    fresh = tuple(torch.full((*p.ids.shape, *x.shape[3:]), float("nan"), device="cuda") for x in (o, lse))
+    ck.attend_missed(p.q, p.k, p.v, s, p.lens, p.scale, p.table, fresh)
+    out, full = ck.merge_repaired(s, o, lse, *fresh, p.outputs())
+    assert torch.equal(out, serial[0]) and torch.equal(full, serial[1])
 
 
 def test_repair_of_nothing():
@@ -253,20 +258,27 @@ def test_repair_of_nothing():
         assert bool((out == 0).all()) and bool((full == -INF).all())
 
 
-def test_repair_under_graph_replay_with_changed_contents_and_a_second_stream():
+@pytest.mark.parametrize("late", [False, True], ids=["join before repair", "join before its second half"])
+def test_repair_under_graph_replay_with_changed_contents_and_a_second_stream(late):
     p = problem(B=2, H=2, G=16, T=64, N=24, lens=(4000, 1000))
     P = predicted(p, "random")
     o, lse = p.attend(P)
     s = ck.Selection(*(x.clone() for x in selection(p.ids, P)))
     out, side = p.outputs(), torch.cuda.Stream()
+    fresh = p.attend()
 
     def step():
         main = torch.cuda.current_stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):
             ck.attend(p.q, p.k, p.v, P, p.lens, p.scale, out=(o, lse))
+        if late:
+            ck.attend_missed(p.q, p.k, p.v, s, p.lens, p.scale, out=fresh)
         main.wait_stream(side)
-        ck.repair(p.q, p.k, p.v, s, o, lse, p.lens, p.scale, out=out)
+        if late:
+            ck.merge_repaired(s, o, lse, *fresh, out)
+        else:
+            ck.repair(p.q, p.k, p.v, s, o, lse, p.lens, p.scale, out=out)
 
     step()
     p.serial()

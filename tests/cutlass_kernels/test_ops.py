@@ -58,6 +58,11 @@ class Args:
             },
             "attend": {**kv, "ids": self.P, **lens, "scale": 0.25, **page},
             "merge": {"o": o, "lse": lse, "out": (torch.empty(2, 6, 16), torch.empty(2, 6))},
+            "attend_missed": {**kv, "selection": self.selection, **lens, "scale": 0.25, **page},
+            "merge_repaired": {
+                "selection": self.selection, "o": o, "lse": lse, "fresh_o": o, "fresh_lse": lse,
+                "out": (torch.empty(2, 6, 16), torch.empty(2, 6)),
+            },
             "repair": {**kv, "selection": self.selection, "o": o, "lse": lse, **lens, "scale": 0.25, **page},
             "repair_union": {
                 **kv, "selection": self.selection, "o": self.state[0], "lse": self.state[1],
@@ -87,6 +92,8 @@ TENSORS = {
     "predict": ("scores", "level", "trend", "theta", "seq_lens", "out"),
     "attend": ("q", "k", "v", "ids", "seq_lens", "page_table"),
     "merge": ("o", "lse"),
+    "attend_missed": ("q", "k", "v", "seq_lens", "page_table"),
+    "merge_repaired": ("o", "lse", "fresh_o", "fresh_lse"),
     "repair": ("q", "k", "v", "o", "lse", "seq_lens", "page_table"),
     "repair_union": ("q", "k", "v", "o", "lse", "seq_lens", "page_table"),
 }
@@ -286,6 +293,8 @@ def test_opcheck(op: str) -> None:
         "predict": (a.scores, *state, p.seq_lens, 16, 0, 1, ids.clone()),
         "attend": (*kv, ids, *tail, *(torch.empty_like(x) for x in a.partials)),
         "merge": (*a.partials, *outputs),
+        "attend_missed": (*kv, *a.selection[:2], *tail, *(torch.empty_like(x) for x in a.partials)),
+        "merge_repaired": (a.selection.position, *a.partials, *(x.clone() for x in a.partials), *outputs),
         "repair": (*kv, a.selection.ids, a.selection.position, *a.partials, *tail, *outputs),
         "repair_union": (*kv, a.selection.missed, *a.state, *tail, *outputs),
     }

@@ -99,6 +99,13 @@ def test_repair_is_serial_bit_for_bit(relation: str, p: Problem, seed: int, K: i
     assert out[0].dtype == p.q.dtype
     assert same_bits(out[0], want[0]) and same_bits(out[1], want[1])
 
+    fresh = torch.full((*selection.ids.shape, p.G, p.q.shape[2]), NAN), torch.full((*selection.ids.shape, p.G), NAN)
+    ck.attend_missed(*p.args(), selection, *p.tail(), out=fresh)
+    hit = selection.position >= 0
+    assert bool(fresh[0][hit].isnan().all()) and bool((fresh[1][selection.ids < 0] == -INF).all())
+    halves = ck.merge_repaired(selection, o, lse, *fresh, tuple(torch.full_like(x, NAN) for x in out))
+    assert same_bits(halves[0], want[0]) and same_bits(halves[1], want[1])
+
 
 @pytest.mark.parametrize("relation", RELATIONS[:-1])
 @examples(20)

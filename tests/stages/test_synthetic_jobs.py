@@ -73,7 +73,7 @@ def test_stages_of_different_processes_see_the_same(run: Runner, composed: Compo
     parts = Runner(composed, tmp_path / "parts")
     for stage in ("calibrate", "decode"):
         root = parts(*words, f"stages=[{stage}]")
-    assert samples(root, "calibrate") == samples(whole, "calibrate")
+    assert without_times(samples(root, "calibrate")) == without_times(samples(whole, "calibrate"))
     assert without_times(samples(root)) == without_times(samples(whole))
     found = samples(root)
     assert found[0]["id"] != found[2]["id"] and found[0]["tokens"] != found[2]["tokens"], "samples differ"
