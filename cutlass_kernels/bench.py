@@ -81,11 +81,17 @@ def _git(*args: str) -> str:
 def envelope(
     rows: list[dict], commit: str | None = None, name: str = "kernels", program: str = "cutlass_kernels.bench"
 ) -> dict:
-    """The published form: what was run, where, and when."""
+    """The published form: what was run, where, and when.
+
+    Raises:
+        RuntimeError: no CUDA device to name.
+    """
     import importlib.metadata
 
     import torch
 
+    if not torch.cuda.is_available():
+        raise RuntimeError("no CUDA device, and the file names the GPU and the driver of its numbers")
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()

@@ -6,6 +6,7 @@ arguments are the option's schema, so the YAML file is the registration and a ne
 (model, runtime) are the dataclasses below, known to Hydra through its ConfigStore.
 """
 
+import importlib
 import math
 import os
 import re
@@ -102,11 +103,11 @@ TARGET_GROUPS = ("dsa", "benchmark", "predictor", "budget", "tracker")
 
 
 def register() -> None:
-    """Make the dataclasses known to Hydra, as base_job, model/base_model and runtime/base_runtime."""
+    """Make the dataclasses known to Hydra, as base_job, base_model and base_runtime."""
     store = ConfigStore.instance()
     store.store(name="base_job", node=JobConfig)
-    store.store(group="model", name="base_model", node=ModelConfig)
-    store.store(group="runtime", name="base_runtime", node=RuntimeConfig)
+    store.store(name="base_model", node=ModelConfig)  # in no group: --help lists what is in one as an option
+    store.store(name="base_runtime", node=RuntimeConfig)
 
 
 def config_dir() -> Path:
@@ -123,24 +124,52 @@ def near(value: object, known: list[str] | tuple[str, ...]) -> str:
     return f"{hint} There are: {', '.join(known)}."
 
 
+def told(key: str, error: OmegaConfBaseException) -> str:
+    """What is wrong with a key's value, in one line."""
+    return f"{key}: {str(error).splitlines()[0]}"
+
+
+def no_list(key: str, value: object, error: OmegaConfBaseException) -> str | None:
+    """What to write for a single value where a list belongs; None for errors of another kind."""
+    if "is not a ListConfig" not in str(error):
+        return None
+    return f"{key} = {value} is a single value, expected a list: {key}=[{value}]"
+
+
 def check_target(group: str, node: DictConfig) -> None:
     """Hold an option against the keyword arguments of its class: names and types.
 
     Raises:
         ConfigError: no or a wrong _target_, an unknown key, a value of the wrong type.
     """
-    from hydra.utils import get_class
-
     target = node.get("_target_")
     if not target:
         raise ConfigError(f"{group}: the option has no _target_; it must name a class of prr_pipeline")
     try:
-        cls = get_class(target)
+        cls: Any = located(str(target))
     except Exception as error:
-        raise ConfigError(f"{group}._target_ = {target} cannot be imported: {error}") from None
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(
+            f"{group}._target_ = {target} cannot be imported ({why}); install its package, or put its folder on "
+            "PYTHONPATH"
+        ) from None
+    if not isinstance(cls, type):
+        raise ConfigError(f"{group}._target_ = {target} is no class; an option's class gives its schema")
     if not is_dataclass(cls):
         raise ConfigError(f"{group}._target_ = {target} is no dataclass; an option's class gives its schema")
     check_schema(group, cls, node)
+
+
+def located(target: str) -> object:
+    """What a dotted name of a module and something in it stands for; whatever an import raises is raised."""
+    module, _, name = target.rpartition(".")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module or "." not in module:
+            raise
+        found = located(module)  # a class inside a class
+    return getattr(found, name)
 
 
 def check_schema(group: str, cls: type, node: DictConfig) -> None:
@@ -158,7 +187,9 @@ def check_schema(group: str, cls: type, node: DictConfig) -> None:
         key = str(error.full_key or error.key).split(".")[0]
         raise ConfigError(f"{group}.{key} is unknown.{near(key, [str(k) for k in schema])}") from None
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{group}.{error.full_key}: {str(error).splitlines()[0]}") from None
+        at = f"{group}.{error.full_key}"
+        value = OmegaConf.select(node, str(error.full_key))
+        raise ConfigError(no_list(at, value, error) or told(at, error)) from None
     for key, value in _leaves(typed, group):
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{key} = {value}, expected a finite number")
@@ -222,7 +253,7 @@ def check_whole(cfg: DictConfig) -> None:
         missing = sorted(OmegaConf.missing_keys(cfg))
         OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(told(str(error.full_key), error)) from None
     if missing:
         raise ConfigError(f"{', '.join(missing)}: no value; each group needs an option, and each key of it a value")
 

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What outputs are made of beside their configuration, as digests: this program's source, and the files it reads."""
+"""What outputs are made of beside their configuration, as digests: source, and the files that the program reads."""
 
+import ast
 import hashlib
-from collections.abc import Iterable
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -17,14 +20,77 @@ def source() -> str:
 
 
 def digest_tree(root: Path, packages: Iterable[str]) -> str:
-    """SHA-256 of the names and texts of the .py files of some packages in a folder."""
+    """SHA-256 of the names and texts of the .py files of some packages in a folder; of a file if one is named."""
     found = hashlib.sha256()
     for package in packages:
-        for path in sorted((root / package).rglob("*.py")):
+        for path in _sources(root / package):
             text = path.read_bytes()
             found.update(f"{path.relative_to(root).as_posix()}:{len(text)}\n".encode())
             found.update(text)
     return found.hexdigest()
+
+
+def digest_class(cls: type) -> str | None:
+    """SHA-256 of the source of a class and its bases, as far as it lies outside both packages; None if nothing does.
+
+    Source is a module's file, or all .py files of its outermost package; and of what they import from beside them.
+    Installed packages count for their own classes only: what those are built on has versions.
+    """
+    installed = _installed()
+    left = [x for kind in cls.__mro__ for x in _files_of(kind.__module__.split(".")[0])]
+    own = set(_files_of(cls.__module__.split(".")[0]))
+    left = [x for x in left if x in own or x.parent not in installed]
+    seen: set[Path] = set()
+    while left:
+        path = left.pop()
+        if path not in seen:
+            seen.add(path)
+            if path.parent not in installed:
+                left += [x for name in _imported(path) for x in _beside(path.parent, name)]
+    if not seen:
+        return None
+    found = hashlib.sha256()
+    for path in sorted(seen, key=lambda x: (x.name, x)):
+        found.update(digest_tree(path.parent, [path.name]).encode())
+    return found.hexdigest()
+
+
+def _installed() -> set[Path]:
+    """Folders of the standard library and of installed packages."""
+    return {Path(x).resolve() for x in sysconfig.get_paths().values()}
+
+
+def _files_of(name: str) -> list[Path]:
+    """Where an imported outermost module is: its file, or the folders of a package. None of our own."""
+    module = sys.modules.get(name)
+    if name in _PACKAGES or module is None:
+        return []
+    places = getattr(module, "__path__", None) or [getattr(module, "__file__", None)]
+    return [Path(x).resolve() for x in places if x]
+
+
+def _beside(folder: Path, name: str) -> list[Path]:
+    """What an import of that name takes from a folder, if anything."""
+    return [x for x in (folder / name, folder / f"{name}.py") if x.exists()][:1] if name not in _PACKAGES else []
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """Outermost names that a file, or the files of a package, import."""
+    for file in _sources(path):
+        try:
+            tree = ast.parse(file.read_bytes())
+        except SyntaxError:  # a file of a package that nobody imports
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name.split(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                yield node.module.split(".")[0]
+
+
+def _sources(path: Path) -> list[Path]:
+    """A .py file, or those under a folder, in an order of their own."""
+    return [path] if path.is_file() else sorted(path.rglob("*.py"))
 
 
 def digest_weights(files: Iterable[Path], times: bool = True) -> str:

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,13 +132,19 @@ def test_groups_of_an_experiment_can_be_replaced(composed: Compose) -> None:
         ("dsa.top_k=1.5", "dsa.top_k: Value '1.5' of type 'float' could not be converted to Integer"),
         ("budget.delta=null", "budget.delta: Incompatible value 'None' for field of type 'float'"),
         ("budget.delta=much", "budget.delta: Value 'much' of type 'str' could not be converted to Float"),
-        ("benchmark.tasks=vt", "benchmark.tasks: Invalid value assigned: AnyNode is not a ListConfig, list or tuple."),
+        ("benchmark.tasks=vt", "benchmark.tasks = vt is a single value, expected a list: benchmark.tasks=[vt]"),
         ("predictor.alphas=[0.1,x]", "predictor.alphas[1]: Value 'x' of type 'str' could not be converted to Float"),
         ("~dsa", "dsa: no value; each group needs an option, and each key of it a value"),
         ("model.max_context=???", "model.max_context: no value;"),
         ("model.path=${oc.env:PRR_NOT_SET}", "model.path: KeyError raised while resolving interpolation"),
-        ("dsa._target_=prr_pipeline.dsa.quest.Qest", "dsa._target_ = prr_pipeline.dsa.quest.Qest cannot be imported:"),
-        ("dsa._target_=prr_pipeline.config.config_dir", "dsa._target_ = prr_pipeline.config.config_dir cannot be impo"),
+        (
+            "dsa._target_=prr_pipeline.dsa.quest.Qest",
+            "dsa._target_ = prr_pipeline.dsa.quest.Qest cannot be imported (A",
+        ),
+        (
+            "dsa._target_=prr_pipeline.config.config_dir",
+            "dsa._target_ = prr_pipeline.config.config_dir is no class; an op",
+        ),
         ("dsa._target_=collections.OrderedDict", "dsa._target_ = collections.OrderedDict is no dataclass; an opt"),
         ("~dsa._target_", "dsa: the option has no _target_; it must name a class of prr_pipeline"),
     ],
@@ -180,3 +187,40 @@ def test_an_option_s_file_leaves_no_argument_out(group: str, name: str, composed
 def test_near_names_are_offered_only_where_there_are_some() -> None:
     assert config.near("quset", ["quest", "infllm_v2"]) == " Did you mean quest? There are: quest, infllm_v2."
     assert config.near("xyz", ["quest"]) == " There are: quest."
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("nomodule.Own", "ModuleNotFoundError: No module named 'nomodule'"),
+        ("nomodule.sub.Own", "ModuleNotFoundError: No module named 'nomodule'"),
+        ("prr_pipeline.dsa.qest.Quest", "AttributeError: module 'prr_pipeline.dsa' has no attribute 'qest'"),
+        ("Own", "ValueError: Empty module name"),
+    ],
+)
+def test_an_option_that_cannot_be_imported_is_said_once_in_one_line(
+    target: str, why: str, composed: Compose, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert refused(composed(f"dsa._target_={target}")) == (
+        f"dsa._target_ = {target} cannot be imported ({why}); install its package, or put its folder on PYTHONPATH"
+    )
+    assert caplog.records == []
+
+
+def test_what_a_module_lacks_itself_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, composed: Compose
+) -> None:
+    (tmp_path / "lacks_something.py").write_text("import not_there_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "No module named 'not_there_at_all'" in refused(composed("dsa._target_=lacks_something.Own"))
+
+
+def test_a_class_inside_a_class_is_found() -> None:
+    assert config.located("test_config.Outer.Inner") is Outer.Inner
+
+
+class Outer:
+    """Holds one."""
+
+    class Inner:
+        """Held."""

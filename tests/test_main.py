@@ -3,6 +3,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ def test_help_comes_at_once_and_shows_groups_and_examples(tmp_path: Path) -> Non
     assert code == 0 and time.perf_counter() - began < 4, "2 s on a machine of one's own"
     for group in ("budget: fixed, off, profiled", "dsa: infllm_v2, ", "experiment: ablation, ", "debug: none, tiny"):
         assert group in said
+    assert "base_" not in said, "a schema is no option"
     assert said.count("python -m prr_pipeline ") >= 6 and "+experiment=glm4_infllm" in said
     code = "import sys, prr_pipeline.__main__; sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=environment(), check=False).returncode == 0
@@ -71,9 +73,12 @@ def test_a_sweep_goes_on_after_a_job_that_fails(tmp_path: Path) -> None:
     """The first job's text is too short, which only its model's tokenizer can tell; the second one is whole."""
     words = (*book(tmp_path, 2), "stages=[calibrate,decode]")
     code, said = command(tmp_path, "-m", *words, "benchmark.num_samples=9,1")
-    assert code == 1
-    assert "job 0 failed: benchmark=text:" in said and "of 9 of 420 tokens. Pass a longer file" in said
-    assert "in pipeline.run" not in said and "Traceback" not in said, "a user's mistake needs no stack"
+    assert code == 2, "as the job alone"
+    assert said.splitlines()[-1].startswith("prr_pipeline: job 0 failed: benchmark=text:")
+    assert "HYDRA_FULL_ERROR" not in said and "Error executing job" not in said
+    assert said.count("of 9 of 420 tokens. Pass a longer file") == 2 and "Traceback" not in said, (
+        "a user's mistake needs no stack"
+    )
     found = sorted(
         (json.loads(p.read_text()) | {"root": p.parent} for p in tmp_path.glob("runs/default/*/status.json")),
         key=lambda s: s["state"],
@@ -85,3 +90,51 @@ def test_a_sweep_goes_on_after_a_job_that_fails(tmp_path: Path) -> None:
     assert len(runs) == 3 and len({r.name.rsplit("-", 1)[1] for r in runs}) == 3, "one run a stage and job"
     logs = sorted(tmp_path.glob("runs/logs/*/*-sweep/*/prr_pipeline.log"))
     assert [("failed" in p.read_text() or "ERROR" in p.read_text()) for p in logs] == [True, False]
+
+
+def test_a_sweep_ends_with_a_line_for_each_job_that_failed(tmp_path: Path) -> None:
+    code, said = command(tmp_path, "-m", *book(tmp_path, 1), "dsa.top_k=200,300", "stages=[calibrate],[decode]")
+    last = said.splitlines()[-4:]
+    assert code == 2 and [x.split(":")[:2] for x in last] == [["prr_pipeline", f" job {n} failed"] for n in range(4)], (
+        said
+    )
+
+
+CRASH = """
+from dataclasses import dataclass
+from prr_pipeline.dsa.quest import Quest
+
+@dataclass(kw_only=True)
+class Own(Quest):
+    def check(self):
+        raise RuntimeError("broken")
+"""
+
+
+def test_a_sweep_whose_job_crashes_is_told_apart_from_a_user_s_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "crashes.py").write_text(CRASH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, said = command(tmp_path, "-m", *book(tmp_path, 1), "dsa._target_=crashes.Own", "seed=0,1")
+    assert code == 1 and said.count("Traceback (most recent call last)") == 2
+    assert said.splitlines()[-2:] == [f"prr_pipeline: job {n} failed: RuntimeError: broken" for n in (0, 1)]
+
+
+@pytest.mark.parametrize("words", [("--cfg", "job"), ("stages=[calibrate]",), ("-m", "stages=[calibrate]", "seed=0,1")])
+def test_a_reader_who_leaves_is_no_error(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """As `| head -c 1`: the pipe is closed before the first word."""
+    text = (*book(tmp_path, 1), "tracker=none")
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "prr_pipeline", *words, *text],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writing)
+    assert done.returncode in (141, -signal.SIGPIPE) and done.stderr == ""

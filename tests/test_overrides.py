@@ -74,13 +74,19 @@ def test_a_wrong_group_or_option_gets_near_names(word: str, expected: str) -> No
         ("runtime.prefill_chunk=inf", "runtime.prefill_chunk: Value 'inf' of type 'float' could not be converted to I"),
         ("seed=nan", "seed: Value 'nan' of type 'float' could not be converted to Integer"),
         ("force=perhaps", "force: Value 'perhaps' is not a valid bool"),
-        ("stages=evaluate", "stages: Invalid value assigned: str is not a ListConfig, list or tuple."),
-        ("runtime.modes=prr", "runtime.modes: Invalid value assigned: str is not a ListConfig, list or tuple."),
+        ("stages=evaluate", "stages = evaluate is a single value, expected a list: stages=[evaluate]"),
+        ("++stages=evaluate", "stages = evaluate is a single value, expected a list: stages=[evaluate]"),
+        ("runtime.modes=prr", "runtime.modes = prr is a single value, expected a list: runtime.modes=[prr]"),
         ("dsa=quest,infllm_v2", "Ambiguous value for argument 'dsa=quest,infllm_v2'"),
-        ("+dsa=quest", "Multiple values for dsa."),
+        ("+dsa=quest", "dsa is chosen already: write dsa=quest without the plus, once"),
         ("~dsa.topk", "Could not delete from config. 'dsa.topk' does not exist."),
         ("dsa.top_k", "Error parsing override 'dsa.top_k'"),
-        ("runtime=null", "Config group override must be a string or a list. Got NoneType"),
+        ("runtime=null", "runtime=null: no such option. There are: default."),
+        ("experiment=null", "experiment=null: no such option. There are: ablation, "),
+        ("experiment=", "experiment=: no such option. There are: ablation, "),
+        ("model=", "model=: no such option. There are: deepseek_r1, glm4, "),
+        ("debug=''", "debug=: no such option. There are: none, tiny."),
+        ("dsa=quest,", "dsa=: no such option. There are: "),
     ],
 )
 def test_a_wrong_key_or_type_is_said_in_one_message(word: str, expected: str) -> None:
@@ -101,6 +107,8 @@ def test_keys_of_an_option_are_those_of_the_option_that_is_chosen() -> None:
         (("hydra.mode=MULTIRUN", "seed=1,2", "dsa.topk=1"), "dsa.topk is unknown."),
         (("-m", "+experiment=glm4_quest,glm4_infl"), "experiment=glm4_infl: no such option."),
         (("-m", "+experiment=glob(x*)"), "+experiment=glob(x*): nothing matches"),
+        (("-m", "seed=1,2,abc", "dsa=quest"), "seed: Value 'abc' of type 'str' could not be converted to Integer"),
+        (("-m", "force=true,false", "runtime.burst=1,x"), "runtime.burst: Value 'x' of type 'str' could not be"),
     ],
 )
 def test_sweeps_are_checked_too(words: tuple[str, ...], expected: str) -> None:
@@ -215,7 +223,7 @@ def test_flags_may_stand_between_overrides() -> None:
 
 def test_a_launcher_that_is_not_installed_names_the_extra() -> None:
     text = refused("-m", "hydra/launcher=joblibb", "seed=1,2")
-    assert text.startswith("In 'hydra/config': Could not find 'hydra/launcher/joblibb'")
+    assert text.startswith("hydra/launcher=joblibb: no such option. There are: basic, slurm. ")
     assert text.endswith("Launchers are packages of their own: pip install 'prr-pipeline[launchers]'")
 
 
@@ -226,10 +234,44 @@ def test_options_of_a_users_own_folder_are_taken(tmp_path: Path) -> None:
     passes("--config-dir", str(folder), "dsa=mine", "dsa.top_k=7")
     text = refused("--config-dir", str(folder), "dsa=mine", "dsa.topk=7")
     assert text.startswith("dsa.topk is unknown. Did you mean top_k?") and text.endswith("extra.")
-    assert "Could not find 'dsa/other'" in refused("--config-dir", str(folder), "dsa=other")
+    names = "infllm_v2, infllm_v2_short, mine, quest, quest_short."
+    for flag in (["--config-dir", str(folder)], [f"--config-dir={folder}"], ["-cd", str(folder)]):
+        assert refused(*flag, "dsa=other") == f"dsa=other: no such option. There are: {names}"
+        assert refused(*flag, "model=").startswith("model=: no such option. There are: deepseek_r1, ")
+    assert refused("--config-dir", f"{folder}/no") == (
+        f"--config-dir {folder}/no: no such folder (looked in {folder}/no)"
+    )
+    (folder / "dsa" / "mine.yaml").write_text("defaults: [qest, _self_]\n")
+    said = refused("--config-dir", str(folder), "dsa=mine")
+    assert (
+        said.startswith("dsa=qest (in dsa/mine.yaml): no such option. Did you mean quest?")
+        and len(said.splitlines()) == 1
+    )
+
+
+def test_an_experiment_that_is_given_twice_is_refused() -> None:
+    assert refused("+experiment=glm4_quest", "experiment=glm4_infllm") == (
+        "experiment is given twice: experiment=glm4_quest and experiment=glm4_infllm; give one, or both as a sweep: "
+        "-m experiment=glm4_quest,glm4_infllm"
+    )
+    assert refused("debug=tiny", "debug=none").startswith("debug is given twice: debug=tiny and debug=none;")
+
+
+def test_a_sweep_is_not_for_looking_at() -> None:
+    assert refused("-m", "--cfg", "job", "seed=1,2").startswith("a sweep (-m) runs jobs, and --cfg and --info show one")
 
 
 def test_groups_are_the_folders_of_option_files() -> None:
     found = overrides.groups()
     assert {"model", "dsa", "benchmark", "predictor", "budget", "runtime", "tracker", "debug", "experiment"} < {*found}
     assert found["budget"] == ["fixed", "off", "profiled"] and "slurm" in found["hydra/launcher"]
+
+
+def test_of_a_long_sweep_so_many_jobs_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+    own = overrides.compose
+    monkeypatch.setattr(overrides, "compose", lambda name, words: tried.append(words) or own(name, words[:0]))
+    overrides.check(["-m", "seed=range(1000)", "dsa=quest"])
+    assert (
+        len(tried) == overrides._TRIED and tried[0] == ["seed=0", "dsa=quest"] and tried[9] == ["seed=9", "dsa=quest"]
+    )

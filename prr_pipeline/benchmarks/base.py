@@ -27,7 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsFloat
 
 from prr_pipeline.config import near
 from prr_pipeline.errors import ConfigError, MissingInput
@@ -130,6 +130,50 @@ class Benchmark(ABC):
             return Path(value)
         found = f"no file at {value} (looked in {Path.cwd()})" if value else f"{key} is not set"
         raise MissingInput(f"benchmark={self.name}: {found}. Pass benchmark.{key}=<{what}>.")
+
+
+def _broken(benchmark: Benchmark, sample: object, what: str) -> ConfigError:
+    cls = type(benchmark)
+    which = f"sample {getattr(sample, 'id', sample)!r}"
+    return ConfigError(f"benchmark={benchmark.name} ({cls.__module__}.{cls.__qualname__}), {which}: {what}")
+
+
+def check_sample(benchmark: Benchmark, sample: object) -> None:
+    """Hold what a benchmark yields against Sample's attributes.
+
+    Raises:
+        ConfigError: something of another type, no id or task, nothing to generate, what records cannot hold.
+    """
+    if not isinstance(sample, Sample):
+        raise ConfigError(f"benchmark={benchmark.name}: samples() gave {type(sample).__name__}, expected Sample(...)")
+    for key in ("id", "task", "prompt", "answer_prefix"):
+        value = getattr(sample, key)
+        if not isinstance(value, str) or (not value and key in ("id", "task")):
+            raise _broken(benchmark, sample, f"{key} = {value!r}, expected a text")
+    answers = sample.answers
+    if not isinstance(answers, tuple | list) or not all(isinstance(x, str) for x in answers):
+        raise _broken(benchmark, sample, f"answers = {answers!r}, expected a tuple of texts")
+    n = sample.max_new_tokens
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise _broken(benchmark, sample, f"max_new_tokens = {n!r}, expected a whole number from 1 on")
+    if not isinstance(sample.meta, dict) or not isinstance(sample.meta.get("tokens_cut", 0), int):
+        raise _broken(benchmark, sample, f"meta = {sample.meta!r}, expected a dict; tokens_cut in it is a whole number")
+
+
+def check_answer(benchmark: Benchmark, sample: Sample, found: object) -> str:
+    """What postprocess() gave, if it is a text; else ConfigError."""
+    if not isinstance(found, str):
+        raise _broken(benchmark, sample, f"postprocess() gave {found!r}, expected a text")
+    return found
+
+
+def check_score(benchmark: Benchmark, sample: Sample, found: object) -> float | None:
+    """What score() gave, if it is None or 0 to 1; else ConfigError."""
+    if found is None:
+        return None
+    if not isinstance(found, SupportsFloat) or isinstance(found, str) or not 0 <= float(found) <= 1:
+        raise _broken(benchmark, sample, f"score() gave {found!r}, expected 0 to 1, or None")
+    return float(found)
 
 
 def read_text(path: Path) -> str:

@@ -8,7 +8,7 @@ context is the file's own) and, for decoding, goes on from it.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import ClassVar
 
 from prr_pipeline.benchmarks.base import Benchmark, CountTokens, Sample, read_text
@@ -47,7 +47,8 @@ class Text(Benchmark):
         self._at_least("num_samples", 1)
         if self.stride is not None:
             self._at_least("stride", 1)
-        self._file("path", "a UTF-8 text file, such as a book")
+        if not self._words:
+            raise ConfigError(f"benchmark={self.name}: {self.path} holds no text.")
 
     def samples(self, count_tokens: CountTokens, seed: int) -> Iterator[Sample]:
         """Yield the windows; see Benchmark.samples.
@@ -63,8 +64,12 @@ class Text(Benchmark):
         """Score nothing."""
         return None
 
+    @cached_property
+    def _words(self) -> list[str]:
+        return _WORD.findall(read_text(self._file("path", "a UTF-8 text file, such as a book")))
+
     def _windows(self, count_tokens: CountTokens) -> list[Sample]:
-        words = _WORD.findall(read_text(Path(str(self.path))))
+        words = self._words
         windows: list[Sample] = []
         start = 0
         for index in range(self.num_samples):

@@ -82,12 +82,89 @@ class SparseMethod(ABC):
 
     @abstractmethod
     def score(self, q: Tensor, meta: Metadata, seq_lens: Tensor, scale: float, out: Tensor) -> None:
-        """Scores of all blocks into out [B, H_kv, N] float32; -inf for blocks without tokens.
+        """Scores of all blocks into out [B, H_kv, N] float32; -inf for blocks without tokens, and only for them.
+
+        The same arguments give the same bits; q is left as it is. See probe.
 
         Args:
             q: [B, Hq, D].
             meta: of B sequences, or of one that all queries ask.
         """
+
+
+def probe(
+    method: SparseMethod, q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str | torch.device
+) -> None:
+    """Run a method once on random keys, at a length where it selects, and hold what it does against its contract.
+
+    Modes are compared bit for bit, so what a method leaves unwritten or does anew each time would show as their fault.
+
+    Args:
+        q_heads, kv_heads, head_dim, dtype: of the model.
+        device: of the job; on a GPU two queries ask one sequence, as the rows of a prompt do there.
+
+    Raises:
+        ConfigError: says what was wrong, and names the class.
+    """
+    tokens = max(method.dense_len, method.budget_tokens + 1, _PROBED) + method.block_size // 2
+    gen = torch.Generator().manual_seed(tokens)
+    rows = 2 if torch.device(device).type == "cuda" else 1
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=gen).to(device, dtype)
+
+    def wrong(what: str) -> ConfigError:
+        cls = type(method)
+        return ConfigError(f"dsa._target_ = {cls.__module__}.{cls.__qualname__} (dsa={method.name}): {what}")
+
+    n = method.blocks(tokens)
+    room = -(-(tokens + method.block_size) // _ROOMY) * _ROOMY  # the last blocks stay empty
+    shape = (1, kv_heads, method.blocks(room), method.block_size, head_dim)
+    k, v = (torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2))
+    for x in (k, v):
+        flat_tokens(x, tokens - 1)[:] = noise(1, kv_heads, tokens - 1, head_dim)
+    meta = method.metadata(k)
+    if not (isinstance(meta, dict) and all(isinstance(x, Tensor) for x in meta.values())):
+        raise wrong(f"metadata() gave {type(meta).__name__}, expected tensors by name")
+    method.rebuild(k, meta, tokens - 1)
+    lens = torch.full((rows,), tokens, dtype=torch.int32, device=device)
+    k_new, v_new = noise(1, kv_heads, head_dim), noise(1, kv_heads, head_dim)
+    method.append(k_new, v_new, k, v, meta, lens[:1])
+    for name, x, token in (("k", k, k_new), ("v", v, v_new)):
+        if not torch.equal(flat_tokens(x, tokens)[:, :, -1], token):
+            raise wrong(f"append() did not write the new token into {name}")
+    q = noise(rows, q_heads, head_dim)
+    found = []
+    for before in (float("nan"), _UNWRITTEN):
+        out = torch.full((rows, *shape[1:3]), before, dtype=torch.float32, device=device)
+        asked = q.clone()
+        method.score(asked, meta, lens, head_dim**-0.5, out)
+        if not torch.equal(asked, q):
+            raise wrong("score() changed q, which attention reads after it")
+        found.append(out[:, :, :n])
+    if fault := _fault(method, *found):
+        raise wrong(f"score() {fault}")
+
+
+_PROBED = 4096  # tokens at least: below the length of its windows a method may have no scores
+_ROOMY = 2048  # tokens that a cache on a GPU is a multiple of
+_UNWRITTEN = 1.2345678e33  # no score
+
+
+def _fault(method: SparseMethod, first: Tensor, second: Tensor) -> str | None:
+    """What is wrong with scores [B, H_kv, N] of blocks with tokens; written over NaN, and over _UNWRITTEN again."""
+    untouched = first.isnan() & (second == torch.tensor(_UNWRITTEN, dtype=torch.float32))
+    whole = first.numel()
+    if n := int(untouched.sum()):
+        return f"left {n} of {whole} scores in out unwritten; out [B, H_kv, N] gets the scores of all blocks"
+    if n := int(first.isnan().sum()):
+        return f"gave NaN for {n} of {whole} blocks with tokens"
+    if not torch.equal(first, second):
+        return "gave other scores for the same query and keys; modes could not be compared"
+    free = first[:, :, method.sink : first.shape[2] - method.local]
+    if n := int((~free.isfinite()).sum()):
+        return f"gave scores that are not finite for {n} of {free.numel()} blocks that no rule forces into A"
+    return None
 
 
 def poison(k: Tensor, rows: int) -> Tensor:

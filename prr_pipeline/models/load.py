@@ -5,29 +5,29 @@
 has what it needs. Both speak to the user: what was looked for, where, and what gets further.
 """
 
-import copy
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 from prr_pipeline.config import WEIGHTS, ModelConfig, near
 from prr_pipeline.errors import ConfigError, MissingInput
 from prr_pipeline.models.files import TINY, check_hub, fingerprint, first_line, gguf_file, hub_folder, local_folder
 from prr_pipeline.models.loading import gguf_read_once, quiet
-from prr_pipeline.models.tokenizer import BYTE_VOCAB, byte_tokenizer, restore_split
+from prr_pipeline.models.sizes import architecture, check_architecture, parameter_count
+from prr_pipeline.models.tokenizer import byte_tokenizer, restore_split
 
 log = logging.getLogger(__name__)
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_Parts = tuple[Any, Any, dict[str, Any]]  # model, tokenizer, where they come from
+_Parts = tuple[Any, dict[str, Any]]  # model, where it comes from
 
 
 @dataclass(frozen=True)
@@ -105,20 +105,42 @@ def check(cfg: ModelConfig, device: str) -> None:
         local_folder(cfg)
     else:
         if cfg.weights == "random":
-            _check_architecture(cfg)
+            check_architecture(cfg)
         if _on_cpu(device):  # a GPU that is too small says so by itself
             _check_memory(cfg, dtype)
         if cfg.weights == "hub":
             check_hub(cfg)
 
 
-def load(cfg: ModelConfig, device: str, seed: int) -> LoadedModel:
+def load_tokenizer(cfg: ModelConfig) -> Any:
+    """Loads a model's tokenizer alone: seconds before load() would, prompts can be made and found too long.
+
+    Raises:
+        MissingInput: files that are incomplete, foreign, or not to be had.
+    """
+    if cfg.weights == "random":
+        tokenizer: Any = byte_tokenizer()
+    elif cfg.weights == "gguf":
+        file = gguf_file(cfg)
+        with gguf_read_once() as reader:
+            tokenizer = _tokenizer(file.parent, {"gguf_file": file.name, "local_files_only": True})
+            split = reader(str(file)).fields.get("tokenizer.ggml.pre")
+        if split is not None:
+            restore_split(tokenizer, split.contents())
+    else:
+        tokenizer = _tokenizer(_folder(cfg), _folder_options(cfg))
+    tokenizer.clean_up_tokenization_spaces = False  # it would edit text on decoding
+    return tokenizer
+
+
+def load(cfg: ModelConfig, device: str, seed: int, tokenizer: Any = None) -> LoadedModel:
     """Loads a model and its tokenizer.
 
     Args:
         cfg: the model.
         device: as resolve_device() returns it.
         seed: of random weights; the others do not depend on it.
+        tokenizer: of load_tokenizer(), if that was called already.
 
     Returns:
         The model on the device, in eval mode, without gradients, with attention "sdpa".
@@ -130,14 +152,14 @@ def load(cfg: ModelConfig, device: str, seed: int) -> LoadedModel:
     check(cfg, device)
     dtype = resolve_dtype(cfg.dtype, device)
     log.info("loading %s (%s weights, %s) on %s", cfg.name, cfg.weights, dtype, device)
+    tokenizer = load_tokenizer(cfg) if tokenizer is None else tokenizer
     if cfg.weights == "random":
-        model, tokenizer, origin = _random(cfg, device, dtype, seed)
+        model, origin = _random(cfg, device, dtype, seed, tokenizer)
     elif cfg.weights == "gguf":
-        model, tokenizer, origin = _from_gguf(cfg, device, dtype)
+        model, origin = _from_gguf(cfg, device, dtype)
     else:
-        model, tokenizer, origin = _from_folder(cfg, device, dtype)
+        model, origin = _from_folder(cfg, device, dtype)
     model.eval().requires_grad_(False)
-    tokenizer.clean_up_tokenization_spaces = False  # it would edit text on decoding
     description = {
         "name": cfg.name,
         "weights": cfg.weights,
@@ -148,52 +170,12 @@ def load(cfg: ModelConfig, device: str, seed: int) -> LoadedModel:
     return LoadedModel(model, tokenizer, _shape(model, tokenizer, cfg.max_context), description)
 
 
-def architecture(cfg: ModelConfig) -> dict[str, Any]:
-    """Returns cfg.architecture as plain containers, whatever composed it."""
-    found: Any = cfg.architecture
-    if OmegaConf.is_config(found):
-        found = OmegaConf.to_container(found, resolve=True)
-    return copy.deepcopy(found)
-
-
-def parameter_count(arch: Mapping[str, Any]) -> int:
-    """Counts the parameters of a dense decoder from its architecture, without building it.
-
-    Serves grouped-query attention with a gated feed-forward network (llama, glm, glm4, qwen3).
-    """
-    hidden, head_dim = arch["hidden_size"], arch["head_dim"]
-    q_width = arch["num_attention_heads"] * head_dim
-    kv_width = arch["num_key_value_heads"] * head_dim
-    attention = 2 * hidden * (q_width + kv_width)
-    if arch.get("attention_bias"):
-        attention += q_width + 2 * kv_width
-    norms = {"glm4": 4 * hidden, "qwen3": 2 * hidden + 2 * head_dim}
-    norm = norms.get(arch["model_type"], 2 * hidden)
-    layer = attention + 3 * hidden * arch["intermediate_size"] + norm
-    tables = 1 if arch["tie_word_embeddings"] else 2
-    return arch["num_hidden_layers"] * layer + hidden + tables * arch["vocab_size"] * hidden
-
-
 def _on_cpu(device: str) -> bool:
     return torch.device(device).type == "cpu"
 
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _check_architecture(cfg: ModelConfig) -> None:
-    arch = architecture(cfg)
-    if "model_type" not in arch:
-        raise ConfigError(
-            f"model.weights=random needs model.architecture with a model_type, and {cfg.name} has "
-            "none. The options in conf/model show what to state."
-        )
-    if arch.get("vocab_size", BYTE_VOCAB) < BYTE_VOCAB:
-        raise ConfigError(
-            f"model.architecture.vocab_size={arch['vocab_size']} is too small: "
-            f"the byte tokenizer of random weights has {BYTE_VOCAB} tokens."
-        )
 
 
 def _check_memory(cfg: ModelConfig, dtype: torch.dtype) -> None:
@@ -220,17 +202,23 @@ def _free_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
 
 
+def _folder(cfg: ModelConfig) -> Path:
+    return hub_folder(cfg) if cfg.weights == "hub" else local_folder(cfg)
+
+
+def _folder_options(cfg: ModelConfig) -> dict[str, Any]:
+    return {"trust_remote_code": cfg.trust_remote_code, "local_files_only": True}
+
+
 def _from_folder(cfg: ModelConfig, device: str, dtype: torch.dtype) -> _Parts:
     """Loads a folder in the Hugging Face format, straight onto the device."""
-    hub = cfg.weights == "hub"
-    folder = hub_folder(cfg) if hub else local_folder(cfg)
-    options = {"trust_remote_code": cfg.trust_remote_code, "local_files_only": True}
+    folder = _folder(cfg)
     placement = {} if _on_cpu(device) else {"device_map": {"": device}}
-    model, tokenizer = _pretrained(folder, options, {"dtype": dtype, **placement})
-    if hub:  # a snapshot's folder is named by its commit
-        return model, tokenizer, {"source": cfg.hub_id, "revision": folder.name}
+    model = _pretrained(folder, {**_folder_options(cfg), "dtype": dtype, **placement})
+    if cfg.weights == "hub":  # a snapshot's folder is named by its commit
+        return model, {"source": cfg.hub_id, "revision": folder.name}
     files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-    return model, tokenizer, {"source": str(folder), "revision": fingerprint(files)}
+    return model, {"source": str(folder), "revision": fingerprint(files)}
 
 
 def _from_gguf(cfg: ModelConfig, device: str, dtype: torch.dtype) -> _Parts:
@@ -238,32 +226,43 @@ def _from_gguf(cfg: ModelConfig, device: str, dtype: torch.dtype) -> _Parts:
     import transformers
 
     file = gguf_file(cfg)
-    options = {"gguf_file": file.name, "local_files_only": True}
     # Newer versions can keep blocks packed and run them by kernels of their own; they are told not
     # to, older ones never do.
     packing = getattr(transformers, "GgufConfig", None)
     unpack = {"quantization_config": packing(dequantize=True)} if packing else {}
-    with gguf_read_once() as reader:
-        model, tokenizer = _pretrained(file.parent, options, {"dtype": dtype, **unpack})
-        split = reader(str(file)).fields.get("tokenizer.ggml.pre")
-    if split is not None:
-        restore_split(tokenizer, split.contents())
+    options = {"gguf_file": file.name, "local_files_only": True, "dtype": dtype, **unpack}
+    with gguf_read_once():
+        model = _pretrained(file.parent, options)
     source = f"{cfg.package}/{file.name}" if cfg.path is None else str(file)
-    return model.to(device), tokenizer, {"source": source, "revision": fingerprint([file])}
+    return model.to(device), {"source": source, "revision": fingerprint([file])}
 
 
-def _pretrained(folder: Path, options: dict[str, Any], of_model: dict[str, Any]) -> tuple[Any, Any]:
+@contextmanager
+def _theirs(folder: Path) -> Iterator[None]:
+    """Says what transformers cannot load in one message."""
     import transformers
 
-    auto: Any = transformers.AutoModelForCausalLM
-    of_model = {"attn_implementation": "sdpa", "output_loading_info": True, **of_model}
     try:
         with quiet():
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
-            model, report = auto.from_pretrained(folder, **options, **of_model)
+            yield
     except (OSError, ValueError, KeyError, ImportError) as error:
         version = transformers.__version__
         raise MissingInput(f"{folder}: transformers {version} cannot load it: {first_line(error)}") from error
+
+
+def _tokenizer(folder: Path, options: dict[str, Any]) -> Any:
+    import transformers
+
+    with _theirs(folder):
+        return transformers.AutoTokenizer.from_pretrained(folder, **options)
+
+
+def _pretrained(folder: Path, options: dict[str, Any]) -> Any:
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    with _theirs(folder):
+        model, report = auto.from_pretrained(folder, attn_implementation="sdpa", output_loading_info=True, **options)
     # transformers gives such weights random values and only warns.
     absent = [*report["missing_keys"], *report["mismatched_keys"]]
     if absent:
@@ -271,15 +270,14 @@ def _pretrained(folder: Path, options: dict[str, Any], of_model: dict[str, Any])
             f"{folder}: {len(absent)} weights of {type(model).__name__} are missing or of another "
             f"shape, {absent[0]} among them: the files are incomplete or another model's."
         )
-    return model, tokenizer
+    return model
 
 
-def _random(cfg: ModelConfig, device: str, dtype: torch.dtype, seed: int) -> _Parts:
+def _random(cfg: ModelConfig, device: str, dtype: torch.dtype, seed: int, tokenizer: Any) -> _Parts:
     """Builds the architecture on the device, with weights as its own initialisation draws them."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
 
-    tokenizer = byte_tokenizer()
     gpus = [] if _on_cpu(device) else [torch.device(device)]
     try:
         config = _random_config(cfg, tokenizer)
@@ -288,7 +286,7 @@ def _random(cfg: ModelConfig, device: str, dtype: torch.dtype, seed: int) -> _Pa
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise ConfigError(f"model.architecture of {cfg.name}: {error}") from error
-    return model, tokenizer, {"source": "random", "revision": f"seed {seed}"}
+    return model, {"source": "random", "revision": f"seed {seed}"}
 
 
 def _random_config(cfg: ModelConfig, tokenizer: Any) -> Any:

@@ -21,7 +21,7 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
     done = {r["id"]: r for r in records.read()}
     if done:
         log.info("calibrate: %d samples are there already, going on after them", len(done))
-    prompts = list(job.prompts())
+    prompts = job.prompts()
     left = [p for p in prompts if p.sample.id not in done]
     with Progress("calibrate", len(prompts), done=len(prompts) - len(left)) as bar:
         for prompt in left:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prr_pipeline.artifacts import Records, StageFolder, digest
+from prr_pipeline.benchmarks.base import check_answer, check_score
 from prr_pipeline.config import BASELINES
+from prr_pipeline.dsa.base import SparseMethod
 from prr_pipeline.errors import ArtifactError, PrrError
 from prr_pipeline.prr import baselines
 from prr_pipeline.prr.engine import Generator, Mode, Prefilled, Theta
@@ -37,9 +39,10 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
     records = Records(folder / "samples.jsonl")
     order = ["serial", *(m for m in job.modes if m != "serial"), *job.baselines]
     done = _resume(records, order)
-    prompts = list(job.prompts())
+    prompts = job.prompts()
     left = [p for p in prompts if p.sample.id not in done]
-    with Progress("decode", len(prompts) * len(order), done=len(done) * len(order), unit="run") as bar:
+    sizes = [p.sample.max_new_tokens for p in left for _ in order]  # prefill is not counted
+    with Progress("decode", len(prompts) * len(order), done=len(done) * len(order), sizes=sizes, unit="run") as bar:
         for prompt in left:
             rows = _sample(job, prompt, order, thetas.get(prompt.sample.id, {}), bar)
             records.append(rows)
@@ -187,9 +190,10 @@ def _record(
     """One line of samples.jsonl, with its steps and layers inside."""
     sample = prompt.sample
     raw = job.loaded.tokenizer.decode(trace.tokens, skip_special_tokens=True)
-    post = job.benchmark.postprocess(raw)
+    post = check_answer(job.benchmark, sample, job.benchmark.postprocess(raw))
     every = [x for s in trace.steps for x in s.layers.values()]
     over = rates(every)
+    filled = [selecting(s, job.method) for s in trace.steps]
     other = None if mode.name == "serial" else serial
     same_logits = None
     if other and other.steps:
@@ -211,14 +215,15 @@ def _record(
         "prediction": raw,
         "prediction_post": post,
         "answers": list(sample.answers),
-        "score": job.benchmark.score(sample, post),
+        "score": check_score(job.benchmark, sample, job.benchmark.score(sample, post)),
         "prefill_ms": start.ms,
         "window_ms": start.window_ms,
         "read_bytes": step_bytes(job.loaded.model, start.cache, mode.name, context),
         "ms_per_token": sum(s.ms for s in trace.steps) / len(trace.steps) if trace.steps else None,
         "steps": len(trace.steps),
-        "dense_steps": sum(not s.layers for s in trace.steps),
-        "sparse_layers": max((len(s.layers) for s in trace.steps), default=0),
+        "dense_steps": sum(not layers for layers in filled),
+        "short_steps": sum(len(layers) < len(s.layers) for layers, s in zip(filled, trace.steps, strict=True)),
+        "sparse_layers": max(map(len, filled), default=0),
         "hit_rate_dynamic": over["hit_dynamic"],
         "hit_rate_all": over["hit_all"],
         "missed_per_step": over["missed"],
@@ -228,6 +233,12 @@ def _record(
         "step_records": [{"step": i, **s.record()} for i, s in enumerate(trace.steps)],
         "layer_records": _layers(trace.steps),
     }
+
+
+def selecting(step: StepStats, method: SparseMethod) -> list[int]:
+    """Layers of a step that did select: A is full in all KV heads. Blocks whose score is not finite are not taken."""
+    size = min(method.top_k, method.blocks(step.context))
+    return [layer for layer, x in step.layers.items() if x.chosen >= x.heads * size]
 
 
 def _layers(steps: list[StepStats]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from prr_pipeline.artifacts import Records, StageFolder, digest, write_atomic, write_json
 from prr_pipeline.config import BASELINES, MODES, config_dir
 from prr_pipeline.errors import ArtifactError, PrrError
-from prr_pipeline.models.load import parameter_count
+from prr_pipeline.models.sizes import parameter_count
 from prr_pipeline.stages.decode import refuse_unequal
 from prr_pipeline.stages.job import Job
 from prr_pipeline.tracking import beside, plots, tables
@@ -27,6 +27,7 @@ _ON_CPU = (
 )
 _RANDOM = "Weights are random: scores, hit rates and overlaps are not those of the model that is named.\n"
 _NOT_TRUE_SIZE = "The model does not have its true size: its times are not those of the model that is named.\n"
+_UNKNOWN_SIZE = "The model is of unknown size: its times may not be those of the model that is named.\n"
 
 
 def run(job: Job, folder: StageFolder, run: Any) -> None:
@@ -57,6 +58,7 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
     run.artifact("results", "results", outputs)
     _show(results, folder / "results.md")
     _refuse_unmeasured(rows)
+    _refuse_short(job, samples)
     _refuse_dense(job, rows)
     refuse_unequal(records)
     folder.finish("none", inputs, [*outputs, *images], {})
@@ -176,7 +178,7 @@ def _plots(
         else:
             profile = json.loads((source / "profile.json").read_text(encoding="utf-8"))
             profile["model"] = tables.described(origin, device=False)  # it names its own
-            written += plots.plot_latency(profile, folder)
+            written += plots.plot_latency(profile, folder) + plots.plot_layer(profile, folder)
     return written
 
 
@@ -198,9 +200,11 @@ def _show(results: dict[str, Any], whole: Path) -> None:
 def _remarks(results: dict[str, Any]) -> list[str]:
     """What a reader of the numbers must know."""
     rows = results["rows"]
+    sizes = {r.get("size", "true") for r in rows}
     known = (
         (_RANDOM, any(r.get("weights") == "random" for r in rows)),
-        (_NOT_TRUE_SIZE, any(r.get("size", "true") != "true" for r in rows)),
+        (_NOT_TRUE_SIZE, sizes & {"tiny", "other"}),
+        (_UNKNOWN_SIZE, "unknown" in sizes),
         (_ON_CPU, results.get("device") == "cpu"),
     )
     return [remark for remark, holds in known if holds]
@@ -216,6 +220,26 @@ def _refuse_unmeasured(rows: list[dict[str, Any]]) -> None:
         raise PrrError(
             "no decode step was measured: every answer ended at its first token, which is the prefill's. Take another "
             "benchmark or model, or benchmark=text benchmark.path=<a text file>, which goes on after the end token"
+        )
+
+
+def _refuse_short(job: Job, samples: list[dict[str, Any]]) -> None:
+    """A selection that is not full attended less than its budget: hits and identity of such steps say nothing.
+
+    Raises:
+        PrrError: names the method and the rows; the tables are written, the stage is not done.
+    """
+    found: Counter[str] = Counter()
+    for row in samples:
+        found[f"{row['task']}/{row['mode']}"] += row.get("short_steps", 0)
+    short = [f"{key} ({n} steps)" for key, n in found.items() if n]
+    if short:
+        cls = type(job.method)
+        raise PrrError(
+            f"dsa={job.method.name} gave scores that are not finite, so that fewer than dsa.top_k = "
+            f"{job.method.top_k} blocks were selected, in {', '.join(short)}. Look at score() of "
+            f"{cls.__module__}.{cls.__qualname__} (dsa._target_), and whether the model's own values are finite "
+            "(model.dtype)"
         )
 
 

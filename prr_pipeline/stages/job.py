@@ -3,7 +3,6 @@
 
 import gc
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from prr_pipeline import provenance
 from prr_pipeline.artifacts import SOURCE, StageFolder, canonical_modes, digest, file_digest, resolved
-from prr_pipeline.benchmarks.base import Benchmark, Sample
+from prr_pipeline.benchmarks.base import Benchmark, Sample, check_sample
 from prr_pipeline.benchmarks.locality import Locality
 from prr_pipeline.config import BASELINES, STAGES, ModelConfig, RuntimeConfig
-from prr_pipeline.dsa.base import SparseMethod
+from prr_pipeline.dsa.base import SparseMethod, probe
 from prr_pipeline.errors import ArtifactError, ConfigError, PrrError
-from prr_pipeline.models import files, load
+from prr_pipeline.models import files, load, sizes
 from prr_pipeline.models.tokenizer import encode_prompt
 from prr_pipeline.prr import baselines, synthetic
 from prr_pipeline.prr.budget import BudgetPolicy
@@ -31,8 +30,12 @@ from prr_pipeline.prr.predictor import EmaPredictor
 log = logging.getLogger(__name__)
 
 _KEEP_BYTES = 1 << 30  # of prefilled prompts, between stages
-_READS = {"calibrate": ("benchmark", "model"), "profile": ("model",), "decode": ("benchmark", "model"), "evaluate": ()}
-
+_READS = {
+    "calibrate": ("benchmark", "model", "dsa", "predictor"),
+    "profile": ("model", "dsa", "budget"),
+    "decode": ("benchmark", "model", "dsa", "predictor", "budget"),
+    "evaluate": (),
+}
 
 _loaded: dict[tuple[str, str, int], load.LoadedModel] = {}  # one: jobs of a sweep often share it, compiled as it is
 
@@ -167,12 +170,18 @@ class Job:
 
     @cached_property
     def input_files(self) -> dict[str, str]:
-        """Digests of the files that samples and weights are read from, by the key that names them, as they are now.
+        """Digests of the files of samples, weights and own classes, by the key that names them, as they are now.
+
+        Classes of this program are not among them: its source is compared as a whole.
 
         Weights of the hub are not among them (model.revision pins them), nor random ones (the seed makes them). What is
         not here is left out: evaluate alone needs no weights.
         """
         found = {f"benchmark.{key}": file_digest(path) for key, path in self.benchmark.files().items()}
+        options = {"dsa": self.method, "benchmark": self.benchmark, "predictor": self.predictor, "budget": self.budget}
+        for group, option in options.items():
+            if (own := provenance.digest_class(type(option))) is not None:
+                found[f"{group}._target_"] = own
         cfg = self.model_cfg
         if cfg.weights == "local" and cfg.path and Path(cfg.path).expanduser().is_dir():
             paths = [p for p in sorted(Path(cfg.path).expanduser().iterdir()) if p.is_file()]
@@ -235,17 +244,42 @@ class Job:
             )
         return manifest
 
+    @property
+    def _model_key(self) -> tuple[str, str, int]:
+        return repr(self.model_cfg), self.device, self.cfg.seed
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """The model's tokenizer; that of the model, if there is one already."""
+        known = _loaded.get(self._model_key)
+        return load.load_tokenizer(self.model_cfg) if known is None else known.tokenizer
+
     @cached_property
     def loaded(self) -> load.LoadedModel:
-        """The model, its tokenizer and shape; the one of the job before in this process, if it is the same."""
-        key = (repr(self.model_cfg), self.device, self.cfg.seed)
+        """The model, its tokenizer and shape; the one of the job before in this process, if it is the same.
+
+        What is wrong with samples or with the method is said before it is loaded.
+        """
+        if not {"calibrate", "decode"}.isdisjoint(self.cfg.stages):
+            self.prompts()
+        stated = sizes.stated_sizes(self.model_cfg)
+        if stated is not None:
+            self._probe(*stated)
+        key = self._model_key
         if key not in _loaded:
             _loaded.clear()
             gc.collect()  # what a job leaves behind refers to itself
-            loaded = load.load(self.model_cfg, self.device, self.cfg.seed)
+            loaded = load.load(self.model_cfg, self.device, self.cfg.seed, self._tokenizer)
             log.info("loaded: %s", ", ".join(f"{k} {v}" for k, v in loaded.description.items()))
             _loaded[key] = loaded
+        shape = _loaded[key].shape
+        if stated is None:
+            self._probe(shape.q_heads, shape.kv_heads, shape.head_dim)
         return _loaded[key]
+
+    def _probe(self, q_heads: int, kv_heads: int, head_dim: int) -> None:
+        dtype = load.resolve_dtype(self.model_cfg.dtype, self.device)
+        probe(self.method, q_heads, kv_heads, head_dim, dtype, self.device)
 
     @cached_property
     def engine(self) -> Engine:
@@ -257,27 +291,46 @@ class Job:
             return GraphEngine(self.loaded.model, self.method, *sizes, how=how)
         return Engine(self.loaded.model, self.method, *sizes, self.runtime.step_threads)
 
-    def prompts(self) -> Iterator[Prompt]:
-        """The benchmark's samples for this model's tokenizer, in their order."""
-        tokenizer, chat = self.loaded.tokenizer, self.model_cfg.chat_template and self.benchmark.chat
+    def prompts(self) -> list[Prompt]:
+        """The benchmark's samples for this model's tokenizer, in their order.
+
+        Raises:
+            ConfigError: there are none, or one breaks the contract of benchmarks.
+        """
+        return self._prompts
+
+    @cached_property
+    def _prompts(self) -> list[Prompt]:
+        chat = self.model_cfg.chat_template and self.benchmark.chat
 
         def encode(prompt: str, prefix: str) -> list[int]:
-            return encode_prompt(tokenizer, prompt, prefix, chat)
+            return encode_prompt(self._tokenizer, prompt, prefix, chat)
 
-        seen: set[str] = set()
+        found: dict[str, Prompt] = {}
         for sample in self.benchmark.samples(lambda p, a: len(encode(p, a)), self.cfg.seed):
-            if sample.id in seen:
+            check_sample(self.benchmark, sample)
+            if sample.id in found:
                 raise ConfigError(
                     f"benchmark={self.benchmark.name} has two samples of the id {sample.id}; ids are unique"
                 )
-            seen.add(sample.id)
-            ids = encode(sample.prompt, sample.answer_prefix)
-            if len(ids) + sample.max_new_tokens > self.model_cfg.max_context:
-                raise ConfigError(
-                    f"sample {sample.id}: {len(ids)} + {sample.max_new_tokens} tokens, but model {self.model_cfg.name} "
-                    f"goes to {self.model_cfg.max_context}"
-                )
-            yield Prompt(sample, ids)
+            found[sample.id] = Prompt(sample, encode(sample.prompt, sample.answer_prefix))
+            self._check_length(found[sample.id])
+        if not found:
+            raise ConfigError(f"benchmark={self.benchmark.name} gave no sample; samples() yields at least one")
+        return list(found.values())
+
+    def _check_length(self, prompt: Prompt) -> None:
+        sample, most, length = prompt.sample, self.model_cfg.max_context, self.benchmark.length
+        tokens = f"sample {sample.id}: {len(prompt.ids)} + {sample.max_new_tokens} tokens of prompt and answer"
+        if len(prompt.ids) + sample.max_new_tokens > most:
+            raise ConfigError(f"{tokens}, but model {self.model_cfg.name} goes to {most}")
+        if length is not None and len(prompt.ids) + sample.max_new_tokens > length:
+            raise ConfigError(
+                f"{tokens}, but benchmark.length = {length}: samples() of benchmark={self.benchmark.name} must fit "
+                "both into it; count_tokens says how long a prompt is"
+            )
+        if not prompt.ids and not isinstance(self.benchmark, Locality):
+            raise ConfigError(f"sample {sample.id}: its prompt has no tokens")
 
     def prefill(self, prompt: Prompt) -> Prefilled:
         """A sample's prompt, or what stands for one, in the cache, with room for its answer.

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, TextIO
@@ -27,6 +28,7 @@ class Progress:
         total: int,
         *,
         done: int = 0,
+        sizes: Sequence[float] = (),
         unit: str = "sample",
         show: bool = True,
         stream: TextIO | None = None,
@@ -37,12 +39,15 @@ class Progress:
             label: what runs, such as `decode qasper`.
             total: units in all.
             done: units that an earlier run finished; they do not count for the time left.
+            sizes: how much work each unit that is left is, in order and in any measure, for the time left; empty:
+                all the same.
             unit: the name of one unit.
             show: False on every process but the first.
             stream: where the bar goes; None: the standard error.
         """
         self._label, self._total, self._unit = label, total, unit
         self._done = self._resumed = done
+        self._sizes = sizes or [1.0] * (total - done)
         self._stream = stream or sys.stderr
         self._show = show and os.environ.get("TQDM_DISABLE", "").lower() in ("", "0", "false")
         self._tokens, self._seconds = 0, 0.0
@@ -65,6 +70,7 @@ class Progress:
                     initial=self._done,
                     file=self._stream,
                     dynamic_ncols=True,
+                    bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",  # the time left is ours
                 )
             )
             self._exit.enter_context(logging_redirect_tqdm())
@@ -93,10 +99,10 @@ class Progress:
             self._hits += hit_rate * tokens
             self._hit_tokens += tokens
         if self._bar is not None:
-            self._bar.set_postfix_str(", ".join(self._figures()), refresh=not units)
+            self._bar.set_postfix_str(", ".join([*self._figures(), *self._left()]), refresh=not units)
             self._bar.update(units)
         elif self._show and self._done < self._total and time.monotonic() - self._logged >= EVERY_S:
-            self._log([f"{self._left()} left"] if self._done > self._resumed else [])
+            self._log(self._left())
 
     def __exit__(
         self,
@@ -122,10 +128,13 @@ class Progress:
         count = f"{self._done}/{self._total} {self._unit}s"
         log.info("%s: %s", self._label, ", ".join([count, *self._figures(), *end]))
 
-    def _left(self) -> str:
-        """The time that the units left take at the pace of this run."""
-        each = (time.monotonic() - self._started) / (self._done - self._resumed)
-        return _clock(each * (self._total - self._done))
+    def _left(self) -> list[str]:
+        """The time that the units left take at the pace of this run, once there is one."""
+        finished = self._done - self._resumed
+        past, ahead = sum(self._sizes[:finished]), sum(self._sizes[finished:])
+        if not past or self._done >= self._total:
+            return []
+        return [f"{_clock((time.monotonic() - self._started) / past * ahead)} left"]
 
 
 def _clock(seconds: float) -> str:

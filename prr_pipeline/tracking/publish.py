@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prr_pipeline.errors import PrrError
+from prr_pipeline.errors import MissingInput, PrrError
+from prr_pipeline.tracking.cells import grid
 from prr_pipeline.tracking.report import load_job
 
 Row = dict[str, Any]
@@ -93,9 +94,8 @@ def table(data: Row) -> str:
         f"{data['gpu']}, driver {data['driver']}, torch {data['torch']}, CuTe DSL {data['cutlass']}, commit "
         f"{data['commit'][:12]}, {data['date']}: ms a token",
         "",
-        "| " + " | ".join(head) + " |",
-        "| --- |" + " ---: |" * (len(head) - 1),
     ]
+    body = []
     groups: dict[tuple[Any, ...], dict[str, Row]] = {}
     for r in data["rows"]:
         what = f"{r['model']} ({r['weights']} weights) x {r['dsa']}"
@@ -108,8 +108,8 @@ def table(data: Row) -> str:
         cells += [_cell(modes["serial"]["floor_ms"]), _cell(prr.get("delta"))]
         hit = prr.get("hit_rate_dynamic")
         cells += [_cell(None if hit is None else 100 * hit, 1), _cell(prr.get("hidden"))]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        body.append(cells)
+    return "\n".join([*lines, grid(head, body)])
 
 
 def _cell(value: float | None, digits: int = 2) -> str:
@@ -118,6 +118,21 @@ def _cell(value: float | None, digits: int = 2) -> str:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
+
+
+def _head(commit: str | None, name: str) -> Row:
+    """The file without its rows.
+
+    Raises:
+        MissingInput: no GPU to name.
+    """
+    from cutlass_kernels import bench
+
+    try:
+        return bench.envelope([], commit, name, "prr_pipeline.tracking.publish")
+    except RuntimeError as error:
+        hint = "run it on the machine of the jobs (--document alone, without jobs, needs no GPU)"
+        raise MissingInput(f"{error}: {hint}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,11 +146,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--document", type=Path, help="a Markdown file with the marker lines of this table")
     args = parser.parse_args(argv)
     try:
-        found = [row for job in args.jobs for row in rows(job)]
-        if found:
-            head = bench.envelope(found, args.commit, args.out.stem, "prr_pipeline.tracking.publish")
+        if args.jobs:
+            head = _head(args.commit, args.out.stem)  # first: without a GPU nothing else is worth doing
+            head["rows"] = [row for job in args.jobs for row in rows(job)]
             bench.write(args.out, head)
-            print(f"{len(found)} rows in {args.out}")
+            print(f"{len(head['rows'])} rows in {args.out}")
         if args.document:
             block = table(json.loads(args.out.read_text(encoding="utf-8")))
             text = report.insert(args.document.read_text(encoding="utf-8"), block, MARKERS)

@@ -6,7 +6,8 @@
 
 --table prints one Markdown table over all jobs, as of a sweep, and what differs between them; nothing is sent. For a
 report the runs must have been uploaded (`wandb sync`, or tracker.mode=online). Its tables come from the jobs' own
-files, so that it says what they say. --dry-run needs no login. Needs the extra `reports` (wandb-workspaces).
+files, so that it says what they say. --dry-run needs no login. Needs the extra `reports` (wandb-workspaces). A job that
+is not finished is named on stderr and left out.
 """
 
 import argparse
@@ -43,6 +44,25 @@ def load_job(folder: Path) -> dict[str, Any]:
         "rows": results["rows"],
         "tables": [p.read_text(encoding="utf-8") for p in texts if p.is_file()],
     }
+
+
+def load_finished(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Jobs whose evaluate is finished; the others are named on stderr, as a pattern over a sweep finds them too.
+
+    Raises:
+        MissingInput: none is finished.
+    """
+    jobs, others = [], []
+    for folder in folders:
+        try:
+            jobs.append(load_job(folder))
+        except MissingInput as error:
+            others.append(error)
+    if not jobs:
+        raise MissingInput("\n".join(map(str, others)))
+    for other in others:
+        print(f"report: left out: {other}", file=sys.stderr)
+    return jobs
 
 
 def joint(jobs: Sequence[dict[str, Any]]) -> str:
@@ -99,7 +119,7 @@ def _panels(wr: Any, rows: list[dict[str, Any]]) -> list[Any]:
         for metric in _METRICS:
             keys = [wr.SummaryMetric(f"{task}/{mode}/{metric}") for mode in modes]
             panels.append(wr.BarPlot(title=f"{task}: {metric}", metrics=keys))
-    return [*panels, wr.MediaBrowser(media_keys=["breakdown", "overlap", "hit_rate", "layers", "latency"])]
+    return [*panels, wr.MediaBrowser(media_keys=["breakdown", "overlap", "hit_rate", "layers", "latency", "layer"])]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -117,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        jobs = [load_job(folder) for folder in args.jobs]
+        jobs = load_finished(args.jobs)
         if args.table:
             print(joint(jobs))
             return 0

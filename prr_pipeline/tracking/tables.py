@@ -6,7 +6,6 @@ fractions in it and percentages in the tables. What is unknown is "-" (an empty 
 """
 
 import csv
-import math
 import os
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prr_pipeline.config import MODES
+from prr_pipeline.tracking.cells import absent, both, fixed, grid, mean, number, percent
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -38,7 +38,7 @@ SPECULATIVE = ("reuse", "reuse_repair", "prr")
 LEGEND = (
     "dense: all blocks. serial: select blocks A, then attend them. reuse: attend the last A while"
     " selecting; any miss redoes A. reuse_repair: only misses are computed. prr: the same from a"
-    " forecast P (x1.25: P may hold 1.25 times the blocks of A).",
+    " forecast P{width}.",
     "hit: share of A that was predicted, of dynamic (not forced) blocks/of all. missed: blocks of A"
     " to repair. wasted: blocks of P outside A. Both a step, layer and KV head.",
     "= serial: samples with the same tokens/with bit-equal logits. dense/all steps: steps in which"
@@ -46,15 +46,17 @@ LEGEND = (
     "Means are over all decode steps of all samples, each step with the same weight, where the value is known;"
     " score and = serial are over samples.",
 )
-_SHORT = (
-    "dense: all blocks. serial: select, then attend. reuse, reuse_repair: attend the last A while selecting."
-    " prr: attend a forecast. hit: share of A that was predicted, of dynamic/of all blocks. = serial: samples"
-    " with the same tokens/logits."
-)
+_WIDTH = " (x{0:g}: P may hold {0:g} times the blocks of A)"
+_SHORT = {  # by the column that it is about
+    "mode": "dense: all blocks. serial: select, then attend. reuse, reuse_repair: attend the last A while selecting."
+    " prr: attend a forecast.",
+    "hit % dyn/all": "hit: share of A that was predicted, of dynamic/of all blocks.",
+    "= serial % tok/logit": "= serial: samples with the same tokens/logits.",
+}
 
 
 def with_speedup(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Add `speedup` (ms per token of serial over the row's own), None where either is unknown.
+    """Add `speedup` (ms per token of serial over the row's own), None where either is unknown or both did the same.
 
     The serial row is that of the same task, model, weights, device, token budget and seed; the mean of
     several, if a sweep measured it more than once.
@@ -64,7 +66,7 @@ def with_speedup(rows: Iterable[Row]) -> list[dict[str, Any]]:
         serial = mean(row.get("ms_per_token") for row in group if row["mode"] == "serial")
         for row in group:
             own = number(row.get("ms_per_token"))
-            row["speedup"] = serial / own if serial and own else None
+            row["speedup"] = serial / own if serial and own and not _unbudgeted(row) else None
     return listed
 
 
@@ -78,7 +80,7 @@ def to_csv(rows: Iterable[Row], path: Path) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
         for row in listed:
-            writer.writerow(["" if _absent(row.get(key)) else row[key] for key in columns])
+            writer.writerow(["" if absent(row.get(key)) else row[key] for key in columns])
     os.replace(partial, path)
 
 
@@ -86,7 +88,8 @@ def to_markdown(rows: Iterable[Row]) -> str:
     """Return a section a task with a table of its modes and footnotes, and a legend at the end."""
     parts = []
     heading = ""
-    for group in _groups(with_speedup(rows)):
+    groups = _groups(with_speedup(rows))
+    for group in groups:
         if (pair := pair_label(group[0])) != heading:
             heading = pair
             parts.append(f"## {pair}")
@@ -94,7 +97,15 @@ def to_markdown(rows: Iterable[Row]) -> str:
         parts += [f"### {notes.mark(_title(group[0]), _task_notes(group))}", _setting(group[0])]
         body = [[notes.mark(mode_label(row), _mode_notes(row)), *_cells(row)] for row in group]
         parts += [grid(["mode", *map(" ".join, _HEADS)], body), *notes.lines()]
-    return "\n\n".join([*parts, "---", *LEGEND] if parts else ["No results."]) + "\n"
+    legend = _legend(row for group in groups for row in group)
+    return "\n\n".join([*parts, "---", *legend] if parts else ["No results."]) + "\n"
+
+
+def _legend(rows: Iterable[Row]) -> list[str]:
+    """Return LEGEND, its example of a width of P the first that was run, if any."""
+    widths = (number(row.get("delta")) for row in rows if row["mode"] == "prr")
+    width = next(filter(None, widths), None)
+    return [text.format(width=_WIDTH.format(width) if width else "") for text in LEGEND]
 
 
 def joint(jobs: Mapping[str, Iterable[Row]]) -> str:
@@ -127,7 +138,8 @@ def console(
     notes = _Notes()
     lines: list[tuple[str | list[str], str]] = []  # a heading or cells; style
     heading = ""
-    for group in _groups(with_speedup(rows)):
+    groups = _groups(with_speedup(rows))
+    for group in groups:
         if (pair := pair_label(group[0])) != heading:
             heading = pair
             lines.append((pair, "bold cyan"))
@@ -138,7 +150,9 @@ def console(
             lines.append((cells, "green" if row["mode"] == "prr" else ""))
         lines.append(("", ""))
     heads = [["", *(head[i] for head in _HEADS)] for i in (0, 1)]
-    widths, dropped = _fitted([*heads, *(line for line, _ in lines if isinstance(line, list))], width)
+    on_cpu = all(row.get("device") == "cpu" for group in groups for row in group)
+    order = ("speed-up over serial",) * on_cpu + _DROPPED_FIRST  # a CPU does not overlap: it says least there
+    widths, dropped = _fitted([*heads, *(line for line, _ in lines if isinstance(line, list))], width, order)
     return _text(heads, lines, widths, _after(notes, dropped, width, whole, remarks) if heading else [], width)
 
 
@@ -146,18 +160,18 @@ _DROPPED_FIRST = (
     "dense/all steps",
     "wasted blocks",
     "missed blocks",
-    "= serial % tok/logit",
     "hit % dyn/all",
     "score %",
+    "= serial % tok/logit",  # what the project promises
 )
 
 
-def _fitted(table: Sequence[Sequence[str]], width: int) -> tuple[dict[int, int], list[str]]:
+def _fitted(table: Sequence[Sequence[str]], width: int, order: Iterable[str]) -> tuple[dict[int, int], list[str]]:
     """Return the width of each column that is kept, by its index, and the names of those that are not."""
     names = ["mode", *map(" ".join, _HEADS)]
     widths = {i: max(len(row[i]) for row in table) for i in range(len(names))}
     dropped: list[str] = []
-    for name in _DROPPED_FIRST:
+    for name in order:
         if sum(widths.values()) + len(widths) - 1 <= width:
             break
         del widths[names.index(name)]
@@ -170,7 +184,8 @@ def _after(
 ) -> list[tuple[str, str]]:
     """Return the lines under the table, with their styles."""
     after = [(line, "bold red" if _FAULT in line else "") for line in notes.lines()]
-    after += [(text, "dim") for text in (_SHORT, *remarks)]
+    short = " ".join(text for column, text in _SHORT.items() if column not in dropped)
+    after += [(text, "dim") for text in (short, *remarks)]
     if dropped:
         after.append((f"Not shown in {width} columns: {', '.join(dropped)}.", "bold"))
     return [*after, (f"Whole table and legend: {whole}", "dim")]
@@ -226,11 +241,11 @@ def _cells(row: Row) -> list[str]:
         percent(row.get("score")),
         fixed(row.get("ms_per_token"), 2),
         fixed(row.get("speedup"), 2),
-        _both(percent(row.get("hit_rate_dynamic")), percent(row.get("hit_rate_all"))),
+        both(percent(row.get("hit_rate_dynamic")), percent(row.get("hit_rate_all"))),
         fixed(row.get("missed_per_step"), 2),
         fixed(row.get("wasted_per_step"), 2),
-        _both(*map(percent, same)) if row["mode"] != "serial" else "-",
-        _both(fixed(row.get("dense_steps"), 0), fixed(row.get("steps"), 0)),
+        both(*map(percent, same)) if row["mode"] != "serial" else "-",
+        both(fixed(row.get("dense_steps"), 0), fixed(row.get("steps"), 0)),
     ]
 
 
@@ -316,7 +331,7 @@ def _mode_notes(row: Row) -> Iterable[str]:
         yield f"{_FAULT}: exact repair promises the output of serial, and this is another."
 
 
-# ---- values, groups and grids ----
+# ---- groups, and what rows are ----
 
 
 def task_key(row: Row) -> tuple[Any, ...]:
@@ -352,41 +367,3 @@ def never_selected(row: Row) -> bool:
     """Whether a sparse mode ran, and was dense in every step."""
     dense, steps = number(row.get("dense_steps")), number(row.get("steps"))
     return row["mode"] != "dense" and bool(steps) and dense is not None and dense >= (steps or 0)
-
-
-def number(value: Any) -> float | None:
-    """Return a finite number as such; None for what is absent, NaN or infinite."""
-    return None if _absent(value) else float(value)
-
-
-def _absent(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and not math.isfinite(value))
-
-
-def mean(values: Iterable[Any]) -> float | None:
-    """Return the mean of the known numbers, None if there are none."""
-    known = [known for value in values if (known := number(value)) is not None]
-    return sum(known) / len(known) if known else None
-
-
-def fixed(value: Any, digits: int) -> str:
-    """Return a number with so many decimals, "-" for an unknown one."""
-    known = number(value)
-    return "-" if known is None else f"{known:.{digits}f}"
-
-
-def percent(value: Any, digits: int = 1) -> str:
-    """Return a fraction as a percentage, "-" for an unknown one."""
-    known = number(value)
-    return fixed(None if known is None else 100 * known, digits)
-
-
-def _both(first: str, second: str) -> str:
-    """Join two cells that share a column; "-" if neither is known."""
-    return "-" if first == second == "-" else f"{first}/{second}"
-
-
-def grid(columns: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table: names to the left, numbers to the right."""
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *body]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -197,7 +197,8 @@ def test_keys_that_the_kind_of_weights_needs(cfg, expected):
     [
         ({"model_type": "lama"}, ("model_type=lama is unknown", "Did you mean llama")),
         ({"hiden_size": 64}, ("architecture.hiden_size", "Did you mean hidden_size")),
-        ({"hidden_size": "wide"}, ("model.architecture of tiny", "hidden_size")),
+        ({"hidden_size": "wide"}, ("model.architecture.hidden_size = 'wide', expected a whole number from 1 on",)),
+        ({"rms_norm_eps": "small"}, ("model.architecture of tiny", "rms_norm_eps")),
     ],
 )
 def test_an_architecture_that_is_wrong(changes, expected):

@@ -36,7 +36,7 @@ METHODS = {"quest": "quest", "infllm": "infllm_v2"}
 def composed():
     """Composes a job of a model, a method and an experiment, by a root of this file's own."""
     store = ConfigStore.instance()
-    store.store(group="model", name="base_model", node=ModelConfig)
+    store.store(name="base_model", node=ModelConfig)
     store.store(
         name=ROOT,
         node={

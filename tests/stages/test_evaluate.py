@@ -13,7 +13,7 @@ from prr_pipeline.config import config_dir
 from prr_pipeline.errors import PrrError
 from prr_pipeline.models import load
 from prr_pipeline.stages import evaluate
-from prr_pipeline.tracking import plots
+from prr_pipeline.tracking import plots, profile_plots, tables
 
 OPTIONS = [OmegaConf.load(path) for path in sorted((config_dir() / "model").glob("*.yaml"))]
 
@@ -32,6 +32,29 @@ def test_a_model_has_its_true_size_or_not(option: Any, weights: str) -> None:
 def test_of_a_model_of_the_user_s_own_the_size_is_known_by_its_weights_only() -> None:
     assert evaluate._size("mine", "hub", 214080) == evaluate._size("mine", "local", 214080) == "true"
     assert evaluate._size("mine", "random", 214080) == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("size", "heading", "remark"),
+    [
+        ("unknown", "of unknown size", "The model is of unknown size"),
+        ("other", "of another size", "does not have its true size"),
+        ("true", "m (random", None),
+    ],
+)
+def test_heading_and_remark_say_the_same_of_a_size(size: str, heading: str, remark: str | None) -> None:
+    row = {
+        "model": "m",
+        "weights": "random",
+        "size": size,
+        "dsa": "quest",
+        "benchmark": "b",
+        "task": "t",
+        "mode": "serial",
+    }
+    said = [r for r in evaluate._remarks({"rows": [row], "device": "gpu"}) if "size" in r]
+    assert heading in tables.pair_label(row) and len(said) == (remark is not None)
+    assert all(remark in r for r in said)
 
 
 def test_an_option_that_does_not_state_its_sizes_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +77,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return figure(title, subtitle, **sizes)
 
     monkeypatch.setattr(plots, "_figure", spy)
+    monkeypatch.setattr(profile_plots, "new_figure", spy)
     return seen
 
 
@@ -78,7 +102,7 @@ def test_a_tiny_random_model_is_called_so_wherever_numbers_are(
     )
     assert f"Whole table and legend: {folder / 'results.md'}" in shown
     assert max(map(len, shown.splitlines()[:-1])) <= 80 and "Not shown in 80 columns" in shown
-    assert len(drawn) == 5
+    assert len(drawn) == 6
     assert [s for s in drawn if who not in s and "glm4 (tiny, random weights) x quest, cpu" not in s] == []
 
 

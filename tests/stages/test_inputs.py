@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outputs count for what they were made of: code, text and weights that changed since are never mixed in silently."""
 
+import importlib
 import logging
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +234,119 @@ def test_ids_that_come_twice_are_refused(run: Runner, short: Words, monkeypatch:
 def test_contexts_that_no_job_has_are_refused(run: Runner, no_model: None, contexts: str, expected: str) -> None:
     text = run.refused(*TINY, f"runtime.profile_contexts=[{contexts}]", kind=ConfigError)
     assert text.startswith(expected)
+
+
+# ---- classes of a user's own
+
+
+OWN = """
+from dataclasses import dataclass
+from {base_module} import {base}
+{more}
+
+@dataclass(kw_only=True)
+class Own({base}):
+    name: str = "own"
+"""
+NAMES = {"dsa": ("prr_pipeline.dsa.quest", "Quest"), "benchmark": ("prr_pipeline.benchmarks.text", "Text")}
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """A function that writes a module with a class Own into a folder on the path, and forgets the one before."""
+    folder = tmp_path / "path"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    before = set(sys.modules)
+
+    def write(module: str, base: tuple[str, str] = NAMES["dsa"], more: str = "") -> Path:
+        for name in set(sys.modules) - before:
+            if name.split(".")[0] in {p.stem for p in folder.iterdir()}:
+                del sys.modules[name]
+        path = folder / f"{module.replace('.', '/')}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(OWN.format(base_module=base[0], base=base[1], more=more))
+        importlib.invalidate_caches()
+        return path
+
+    yield write
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in {p.stem for p in folder.iterdir()}:
+            del sys.modules[name]
+
+
+def target(group: str, module: str) -> str:
+    return f"{group}._target_={module}.Own"
+
+
+@pytest.mark.parametrize("group", ["dsa", "benchmark"])
+def test_another_text_of_an_own_class_redoes_what_was_made_by_it(
+    run: Runner,
+    short: Words,
+    own: Callable[..., Path],
+    no_plots: None,
+    caplog: pytest.LogCaptureFixture,
+    group: str,
+) -> None:
+    path = own("mine_changes", NAMES[group])
+    words = (*short, "benchmark.num_samples=1", target(group, "mine_changes"), ALL)
+    root = run(*words)
+    assert f"{group}._target_" in manifest(root, "decode")["files"]
+    path.write_text(path.read_text() + "\n# another text\n")
+    text = run.refused(*words, "stages=[evaluate]", kind=ArtifactError)
+    assert f"these differ: {group}._target_; redo it: stages=[" in text
+    caplog.clear()
+    run(*words)
+    assert said(caplog)[0] == f"calibrate: what is there was made by other {group}._target_; done again"
+    assert said(caplog)[1].startswith(f"decode: what is there was made by other {group}._target_")
+    caplog.clear()
+    run(*words)
+    assert said(caplog) == []
+
+
+def test_an_own_method_belongs_to_profile_and_a_benchmark_does_not(
+    run: Runner, short: Words, own: Callable[..., Path]
+) -> None:
+    own("mine_both")
+    own("mine_text", NAMES["benchmark"])
+    job = Job(run.cfg(*short, target("dsa", "mine_both"), target("benchmark", "mine_text")))
+    assert {"dsa._target_", "benchmark._target_", "benchmark.path"} == job.input_files.keys()
+    assert job.folder("profile").files.keys() == {"dsa._target_"}
+    assert job.folder("evaluate").files == {}
+
+
+def test_a_class_is_its_module_what_that_imports_from_beside_it_and_its_bases(own: Callable[..., Path]) -> None:
+    def now(module: str) -> str:
+        found = provenance.digest_class(importlib.import_module(module).Own)
+        assert found is not None
+        return found
+
+    base = own("mine_base")
+    helper = own("mine_helper", more="import json, torch, mine_deep")
+    deep = own("mine_deep")
+    bystander = own("mine_bystander")
+    own("mine_top", ("mine_base", "Own as Base"), "import mine_helper, json")
+    text = (base.parent / "mine_top.py").read_text().replace("class Own(Own as Base)", "class Own(Base)")
+    (base.parent / "mine_top.py").write_text(text)
+    seen = [now("mine_top")]
+    for path in (base, helper, deep, base.parent / "mine_top.py"):
+        path.write_text(path.read_text() + "#\n")
+        seen.append(now("mine_top"))
+    assert len(set(seen)) == 5
+    bystander.write_text("1")
+    assert now("mine_top") == seen[-1]
+
+
+def test_a_class_in_a_package_is_all_of_the_package(own: Callable[..., Path]) -> None:
+    path = own("minepack.sparse")
+    (path.parent / "__init__.py").write_text("")
+    cls = importlib.import_module("minepack.sparse").Own
+    first = provenance.digest_class(cls)
+    (path.parent / "other.py").write_text("x = 1\n")
+    assert first is not None and provenance.digest_class(cls) != first
+
+
+def test_classes_of_this_program_have_no_digest_of_their_own() -> None:
+    from prr_pipeline.dsa.quest import Quest
+
+    assert provenance.digest_class(Quest) is None

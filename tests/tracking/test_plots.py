@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures hold the numbers of the records, and the savers write PNG files or say why not."""
 
+import itertools
 import logging
 import struct
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Annotation, Text
 
-from prr_pipeline.tracking import plots
+from prr_pipeline.tracking import plots, profile_plots
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -57,9 +60,24 @@ def test_breakdown_stacks_the_mean_parts_in_canonical_order(steps):
     assert {"7.00 ms", "5.50 ms", "3.00 hidden"} <= texts
     assert heading(figure) == (
         "Where the time of a decode step goes",
-        "tiny x quest, n = 2 samples, 3 steps",
+        "tiny x quest, n = 2 samples, 1 to 2 steps a mode",
     )
     assert axes.get_ylabel() == "mean time per decode step, ms"
+
+
+def test_breakdown_counts_the_steps_of_one_mode_and_numbers_every_segment_that_is_seen():
+    thin = {"select_ms": 0.3, "attend_ms": 0.2, "repair_ms": 0.1, "predict_ms": 0.001, "other_ms": 9.399}
+    steps = [step(mode, i, ms=10.0, **thin) for mode in ("serial", "reuse", "prr") for i in range(1200)]
+    figure = plots.breakdown_figure(steps, "tiny", "quest")
+    (axes,) = figure.axes
+    assert heading(figure)[1] == "tiny x quest, n = 1 sample, 1,200 steps a mode"
+    numbers = [text for text in axes.texts if not isinstance(text, Annotation)]
+    assert [text.get_text() for text in numbers] == [x for x in ("0.30", "0.20", "0.10", "9.40") for _ in range(3)]
+    *thins, thick = numbers[::3]  # of the first bar
+    assert all(text.get_position()[0] > 0.3 for text in thins), "beside the bar, whose half width is 0.3"
+    assert thick.get_position()[0] == 0
+    heights = [text.get_position()[1] for text in thins]
+    assert min(np.diff(heights)) > 0.4, "one above another"
 
 
 def test_overlap_is_the_mean_over_samples_with_a_panel_a_task():
@@ -94,7 +112,24 @@ def test_overlap_has_no_tick_that_is_no_percentage(low):
     (axes,) = plots.overlap_figure(records, "tiny", "quest").axes
     ticks = axes.get_yticks()
     assert len(ticks) > 2 and min(ticks) >= 0 and max(ticks) == 100
-    assert axes.get_ylim()[0] < 100 * low and axes.get_ylim()[1] == 101
+    bottom, top = axes.get_ylim()
+    assert 0 <= bottom <= 100 * low and top == 101, "an axis of percentages ends at none"
+
+
+@pytest.mark.parametrize(("tasks", "names"), [(1, ["task0"]), (2, ["task0", "task1"]), (6, ["6 tasks"])])
+def test_overlap_names_the_tasks_and_writes_means_above_the_axes(tasks, names):
+    records = [
+        step("prr", i, f"s{t}", f"task{t}", hit_dynamic=0.5, overlap_last=0.25) for i in range(4) for t in range(tasks)
+    ]
+    figure = plots.overlap_figure(records, "tiny", "quest")
+    assert [axes.get_title("left") for axes in figure.axes] == names
+    FigureCanvasAgg(figure).draw()
+    for axes in figure.axes:
+        written = [text.get_window_extent() for text in axes.texts]
+        assert len(written) == 2 and min(box.y0 for box in written) >= axes.get_window_extent().y1
+        (title,) = [child for child in axes.get_children() if isinstance(child, Text) and child.get_text() in names]
+        boxes = [title.get_window_extent(), *written]
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
 def test_overlap_of_many_tasks_is_one_panel_and_of_few_samples_ends_early():
@@ -221,7 +256,7 @@ def test_latency_marks_the_safe_deltas():
             {"context": 16384, "delta": 2.0},
         ],
     }
-    figure = plots.latency_figure(profile)
+    figure = profile_plots.latency_figure(profile)
     (axes,) = figure.axes
     assert curve(axes, "select") == ([4096, 8192, 16384], [5.0, 15.0, 40.0])
     assert curve(axes, "attend, delta 2")[1] == [20.0] * 3
@@ -257,3 +292,24 @@ def test_an_empty_profile_is_no_plot(tmp_path):
     profile = {"model": "m", "dsa": "d", "device": "cpu", "rows": [], "safe_delta": []}
     assert plots.plot_latency(profile, tmp_path) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_layer_is_stacked_by_context_and_says_the_share_of_attention() -> None:
+    rows = [
+        {"context": c, "qkv_us": 30.0, "select_us": s, "attend_us": 10.0, "ffn_us": 50.0}
+        for c, s in ((8192, 10.0), (131072, 60.0))
+    ]
+    profile = {"model": "m", "dsa": "quest", "device": "g", "breakdown": rows}
+    (axes,) = profile_plots.layer_figure(profile).axes
+    assert [t.get_text() for t in axes.texts] == ["100 \u00b5s, 20 %", "150 \u00b5s, 47 %"]
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["8K", "128K"]
+    assert profile_plots.layer_figure({**profile, "breakdown": []}) is None
+
+
+def test_steps_of_a_graph_have_a_bar_of_their_time() -> None:
+    steps = [{"id": "a", "task": "t", "mode": m, "step": 0, "ms": ms} for m, ms in (("serial", 7.0), ("prr", 6.5))]
+    figure = plots.breakdown_figure(steps, "m", "d")
+    (axes,) = figure.axes
+    assert heading(figure)[1] == "m x d, n = 1 sample, 1 step a mode"
+    assert [b.get_height() for b in axes.patches] == [7.0, 6.5]
+    assert "7.00 ms" in [t.get_text() for t in axes.texts]

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from cutlass_kernels import bench
 from prr_pipeline.tracking import publish
 
 HEAD = {"gpu": "g", "driver": "d", "torch": "t", "cutlass": "c", "commit": "0123456789abcdef", "date": "2026-01-01"}
@@ -62,8 +64,6 @@ def test_rows_have_their_floor_and_what_was_hidden(tmp_path: Path) -> None:
 
 
 def test_a_file_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from cutlass_kernels import bench
-
     monkeypatch.setattr(bench, "envelope", lambda rows, commit, name, program: {"name": name, **HEAD, "rows": rows})
     out, readme = tmp_path / "h200" / "decode.json", tmp_path / "README.md"
     readme.write_text("a\n" + "\n".join(publish.MARKERS) + "\nz\n")
@@ -80,6 +80,20 @@ def test_a_file_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert publish.main(["--out", str(out), "--document", str(readme)]) == 0 and readme.read_text() == again
 
 
-def test_what_cannot_be_published_is_said(tmp_path: Path, capsys: Any) -> None:
+def test_without_a_gpu_one_line_says_where_to_run_it_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(publish, "rows", lambda _: pytest.fail("a job was read"))
+    out = tmp_path / "x.json"
+    assert publish.main([str(tmp_path), "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("publish: no CUDA device, and the file names the GPU") and said.count("\n") == 1
+    assert "run it on the machine of the jobs (--document alone, without jobs, needs no GPU)" in said
+    assert not out.exists()
+
+
+def test_what_cannot_be_published_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(bench, "envelope", lambda rows, commit, name, program: {"name": name, **HEAD, "rows": rows})
     assert publish.main([str(tmp_path), "--out", str(tmp_path / "x.json")]) == 1
     assert "publish: " in capsys.readouterr().err and not (tmp_path / "x.json").exists()

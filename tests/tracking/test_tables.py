@@ -4,6 +4,7 @@
 import csv
 import io
 import math
+import re
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,7 @@ from prr_pipeline.tracking.tables import (
     CONSOLE_WIDTH,
     console,
     described,
+    joint,
     to_csv,
     to_markdown,
     with_speedup,
@@ -123,7 +125,7 @@ def test_console_says_the_same_within_its_width():
 
 
 DROPPED = {
-    60: "dense/all steps, wasted blocks, missed blocks, = serial % tok/logit",
+    60: "dense/all steps, wasted blocks, missed blocks, hit % dyn/all",
     80: "dense/all steps, wasted blocks",
 }
 
@@ -135,12 +137,25 @@ def test_a_narrow_console_drops_whole_columns_and_says_which(width):
     lines = text.splitlines()
     assert all(len(line) <= width for line in lines[:-1])
     assert lines[-1].endswith(" runs/a/long/path/that/is/not/wrapped/evaluate/results.md")
-    cells = {60: "41.2 8.00 1.50 98.0/99.0", 80: "41.2 8.00 1.50 98.0/99.0 1.50 100.0/100.0"}
+    cells = {60: "41.2 8.00 1.50 100.0/100.0", 80: "41.2 8.00 1.50 98.0/99.0 1.50 100.0/100.0"}
     whole = "41.2 8.00 1.50 98.0/99.0 1.50 17.25 100.0/100.0 0/640"
     assert f"prr exact x1.25 {cells.get(width, whole)}" in [" ".join(line.split()) for line in lines]
     said = [] if width not in DROPPED else [f"Not shown in {width} columns: {DROPPED[width]}."]
     assert [s for s in said if s not in " ".join(text.split())] == [] and ("Not shown" in text) == bool(said)
     assert len({line.index("token") for line in lines if "token over" in line}) == 1, "heads and cells are aligned"
+
+
+@pytest.mark.parametrize("width", [24, 40, 60, 80, CONSOLE_WIDTH])
+def test_the_legend_speaks_of_the_columns_that_are_there_and_the_promise_is_the_last_to_go(width):
+    rows = task_rows(device="cpu")
+    text = " ".join(console(rows, width).plain.split("---")[-1].split())
+    heads = console(rows, width).plain.split("---")[0]
+    for head, said in (("hit %", "hit: share of A"), ("= serial %", "= serial: samples")):
+        assert (head in heads) == (said in text), head
+    assert ("speed-up" in heads) == (width == CONSOLE_WIDTH), "of a CPU, where nothing overlaps"
+    assert ("= serial %" in heads) == (width >= 40)
+    if width < CONSOLE_WIDTH:
+        assert f"Not shown in {width} columns: speed-up over serial" in text
 
 
 @pytest.mark.parametrize(
@@ -225,9 +240,9 @@ def test_speedup_needs_the_same_task_budget_and_seed():
         row("serial", 14.0),
         row("serial", 30.0, seed=1),
         row("serial", 40.0, budget_tokens=1024),
-        row("prr", 6.0),
-        row("prr", 6.0, seed=1),
-        row("prr", 6.0, task="other"),
+        row("prr", 6.0, **FORECAST),
+        row("prr", 6.0, seed=1, **FORECAST),
+        row("prr", 6.0, task="other", **FORECAST),
     ]
     speedups = [r["speedup"] for r in with_speedup(rows) if r["mode"] == "prr"]
     assert speedups == [2.0, 5.0, None]
@@ -260,7 +275,7 @@ def test_paper_tables_set_ours_beside_its_numbers():
         row("serial", 9.0, benchmark="ruler", task="vt"),
         row("prr", 7.5, benchmark="ruler", task="vt", **(EXACT | FORECAST | {"delta": 1.5})),
         row("serial", 9.0, benchmark="locality", task="locality"),
-        row("prr", 1.0, benchmark="locality", task="locality", repair="exact"),
+        row("prr", 1.0, benchmark="locality", task="locality", repair="exact", delta=1.5),
         row("serial", 9.0, benchmark="math500", task="math500", dense_steps=640),
         row("prr", 9.0, benchmark="math500", task="math500", repair="exact", dense_steps=640),
     ]
@@ -305,7 +320,9 @@ def test_the_paper_s_numbers_stand_beside_those_of_their_kind_only(changes, besi
 
 @pytest.mark.parametrize("delta", [None, 0.0])
 def test_prr_without_a_budget_says_so(delta):
-    rows = [row("serial", 10.0), row("prr", 10.0, **(EXACT | {"delta": delta}))]
+    rows = [row("serial", 10.0), row("prr", 8.5, **(EXACT | {"delta": delta}))]
+    assert [r["speedup"] for r in with_speedup(rows)] == [1.0, None], "it did what serial did: 1.18 would be noise"
+    assert "| 8.50 | - |" in to_markdown(rows) and "1.18" not in rendered(rows) + paper_tables(rows)
     assert "[a] budget 0: nothing was predicted, so every step ran as serial." in to_markdown(rows)
     assert "budget 0" not in to_markdown([row("serial", 10.0), row("reuse", 10.0, **EXACT)])
     assert "budget 0" not in to_markdown(task_rows())
@@ -321,6 +338,27 @@ def test_a_sweep_of_deltas_has_a_line_each_and_other_models_have_no_paper():
             f"| {who} | exact x{delta} | - / {speedup} | - | - | - | - | - / {speedup} |"
         )
     assert text.split("### Table 5")[1].count(who) == 1
+
+
+def test_the_legend_s_example_is_a_width_that_was_run():
+    assert "forecast P (x1.5: P may hold 1.5 times the blocks of A)." in to_markdown(task_rows(delta=1.5))
+    text = to_markdown([row("serial", 10.0), row("prr", 10.0, **EXACT)])
+    assert "forecast P." in text and "(x" not in text and "{" not in text
+
+
+def test_a_name_cannot_break_a_table():
+    rows = task_rows(task="a|b", model="m|n")
+    table = joint({"job|1": rows})
+    body = [line for line in table.splitlines() if "a\\|b" in line]
+    assert len(body) == 5 and all("job\\|1" in line for line in body)
+    tables_of_both = [line for text in (table, paper_tables(rows)) for line in text.splitlines() if line[:1] == "|"]
+    cells = {len(re.split(r"(?<!\\)\|", line)) for line in tables_of_both if line.startswith("| longbench")}
+    assert cells == {len(table.splitlines()[0].split("|"))}
+    assert "| m\\|n (hub weights, NVIDIA H200) x quest" in paper_tables(rows)
+
+
+def test_table_5_says_whose_overlap_ours_is():
+    assert "Table 5: ours is the hit rate of reuse_repair" in " ".join(paper_tables(task_rows()).split())
 
 
 @pytest.mark.parametrize("make", [to_markdown, paper_tables, rendered])

@@ -76,6 +76,21 @@ def test_an_unfinished_job_is_named(job, gone, capsys):
     assert f"no {gone}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("how", ["--table", "--dry-run"])
+def test_unfinished_jobs_of_a_sweep_are_left_out_by_name(job, how, capsys):
+    results = {"rows": [{"task": "vt", "mode": "serial", "model": "m", "dsa": "quest", "benchmark": "ruler"}]}
+    (job / "evaluate/results.json").write_text(json.dumps(results))
+    assert report.main([str(job), how]) == 0
+    alone = capsys.readouterr().out
+    other = job.parent / "ba9876543210"
+    (other / "decode").mkdir(parents=True)
+    (other / "config.json").write_text("{}")
+    assert report.main([str(other), str(job), how]) == 0
+    out, err = capsys.readouterr()
+    assert out == alone and out
+    assert err.startswith(f"report: left out: {other}: no evaluate/manifest.json") and err.count("\n") == 1
+
+
 def test_the_missing_extra_is_named(job, monkeypatch):
     real = builtins.__import__
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job on the engine of a GPU leaves what it leaves on a CPU; its steps run eagerly here."""
+
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+from jobs import TINY, Runner, results, samples, without_times
+
+from prr_pipeline.prr.graphs import GraphEngine, GraphOptions
+from prr_pipeline.stages.job import Job
+
+HOW = GraphOptions(burst=5, compiled=False, captured=False, linears=False)
+WORDS = (*TINY, "benchmark.num_samples=2", "stages=[calibrate,decode,evaluate]")
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[GraphEngine]:
+    """Jobs take the engine of a GPU; the list has the engines that they made."""
+    made = []
+
+    def engine(job: Job) -> GraphEngine:
+        shape = job.loaded.shape
+        sizes = (shape.layers, shape.kv_heads, shape.head_dim, job.runtime.prefill_chunk, job.predictor.window)
+        made.append(GraphEngine(job.loaded.model, job.method, *sizes, how=HOW))
+        return made[-1]
+
+    found = cached_property(engine)
+    found.__set_name__(Job, "engine")
+    monkeypatch.setattr(Job, "engine", found)
+    monkeypatch.setattr(Job, "_check_baselines", lambda _: None)
+    return made
+
+
+def told(root: Path) -> list[dict]:
+    """Samples without what only one of the engines can say."""
+    rows = without_times(samples(root))
+    parts = ("select_ms", "attend_ms", "repair_ms", "predict_ms", "other_ms")
+    for row in rows:
+        row["step_records"] = [{k: v for k, v in s.items() if k not in parts} for s in row["step_records"]]
+    return rows
+
+
+@pytest.mark.parametrize("method", ["quest", "infllm_v2"])
+def test_both_engines_leave_the_same(
+    run: Runner, graphs: list[GraphEngine], no_plots: None, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    root = run(*WORDS, f"dsa={method}")
+    on_graphs, rows = told(root), without_times(results(root))
+    assert len(graphs) == 1 and graphs[0]._arena is None, "the cache was given back"
+    monkeypatch.undo()
+    monkeypatch.setattr("prr_pipeline.stages.evaluate._plots", lambda *_: [])
+    other = run(*WORDS, f"dsa={method}", "force=true")
+    assert other == root and told(other) == on_graphs and without_times(results(other)) == rows
+
+
+def test_plots_are_drawn_without_the_parts_of_a_step(run: Runner, graphs: list[GraphEngine]) -> None:
+    root = run(*WORDS)
+    drawn = {p.name for p in (root / "evaluate" / "plots").glob("*.png")}
+    assert {"overlap.png", "breakdown.png"} <= drawn
+
+
+def test_a_baseline_is_timed_after_the_modes(run: Runner, graphs: list[GraphEngine], no_plots: None) -> None:
+    words = ("debug=tiny", "benchmark=locality", "benchmark.length=900", "benchmark.max_new_tokens=6")
+    root = run(*words, "runtime.baselines=[serial_eager]", "stages=[calibrate,decode,evaluate]")
+    found = {row["mode"]: row for row in results(root)}
+    assert list(found) == ["dense", "serial", "reuse", "reuse_repair", "prr", "serial_eager"]
+    eager = found["serial_eager"]
+    assert eager["ms_per_token"] > 0 and eager["repair"] is None and eager["tokens_equal_serial"] is None
+    assert eager["dense_steps"] == 0
