@@ -99,6 +99,7 @@ class JobConfig:
     tracker: Any = MISSING
 
 
+BASES = {"dsa": "SparseMethod", "benchmark": "Benchmark", "budget": "BudgetPolicy"}  # by name: importing takes seconds
 TARGET_GROUPS = ("dsa", "benchmark", "predictor", "budget", "tracker")
 
 
@@ -133,7 +134,10 @@ def no_list(key: str, value: object, error: OmegaConfBaseException) -> str | Non
     """What to write for a single value where a list belongs; None for errors of another kind."""
     if "is not a ListConfig" not in str(error):
         return None
-    return f"{key} = {value} is a single value, expected a list: {key}=[{value}]"
+    given = str(value).strip()
+    return (
+        f"{key} = {given} is a single value, expected a list: {key}=[{given}]" if given else f"{key} is empty: no list"
+    )
 
 
 def check_target(group: str, node: DictConfig) -> None:
@@ -157,6 +161,13 @@ def check_target(group: str, node: DictConfig) -> None:
         raise ConfigError(f"{group}._target_ = {target} is no class; an option's class gives its schema")
     if not is_dataclass(cls):
         raise ConfigError(f"{group}._target_ = {target} is no dataclass; an option's class gives its schema")
+    base = BASES.get(group)
+    if base and base not in (c.__name__ for c in cls.__mro__):
+        raise ConfigError(f"{group}._target_ = {target} is no {base}: an option of {group} is a subclass of it")
+    if undefined := sorted(getattr(cls, "__abstractmethods__", ())):
+        raise ConfigError(
+            f"{group}._target_ = {target} does not define {', '.join(undefined)}; see {base or 'its base'}"
+        )
     check_schema(group, cls, node)
 
 
@@ -258,6 +269,15 @@ def check_whole(cfg: DictConfig) -> None:
         raise ConfigError(f"{', '.join(missing)}: no value; each group needs an option, and each key of it a value")
 
 
+def _numbers(values: Any, at: str = "") -> Iterator[tuple[str, float]]:
+    """Every float inside, with its key."""
+    if isinstance(values, float):
+        yield at, values
+    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    for key, value in items:
+        yield from _numbers(value, f"{at}.{key}" if at else str(key))
+
+
 def validate(cfg: DictConfig) -> None:
     """Check names, types and ranges of the whole job, for all stages; imports the options' classes, does no work."""
     check_whole(cfg)
@@ -287,3 +307,6 @@ def validate(cfg: DictConfig) -> None:
             )
     for group in TARGET_GROUPS:
         check_target(group, cfg[group])
+    for key, value in _numbers(OmegaConf.to_container(cfg, resolve=True)):  # what is left is meant as text
+        if not math.isfinite(value):
+            raise ConfigError(f"{key} = {value}, expected text; put it in quotes")

@@ -12,6 +12,7 @@ from dataclasses import fields, is_dataclass
 from itertools import chain, islice
 from pathlib import Path
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
@@ -119,6 +120,10 @@ def check(argv: list[str]) -> DictConfig | None:
             for tried in _jobs(words) if swept else [words]:
                 one = compose("config", tried)
                 composed = composed or one
+    except yaml.MarkedYAMLError as error:
+        at = error.problem_mark
+        where = f"{at.name}, line {at.line + 1}" if at else "an option's file"
+        raise ConfigError(f"{where}: this is not YAML: {error.problem}") from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_explain(error, words)) from None
     return None if args.cfg or args.info else composed

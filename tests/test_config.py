@@ -2,7 +2,7 @@
 """The schema: every option composes and validates, values are checked before any work, and who wins over whom."""
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from prr_pipeline import config, overrides
+from prr_pipeline.dsa.base import SparseMethod
 from prr_pipeline.errors import ConfigError
 
 Compose = Callable[..., DictConfig]
@@ -224,3 +225,27 @@ class Outer:
 
     class Inner:
         """Held."""
+
+
+def test_text_that_reads_as_a_number_that_is_none_is_refused(composed: Compose) -> None:
+    for key in ("dsa.name", "predictor.name"):
+        with pytest.raises(ConfigError, match=f"{key} = nan, expected text; put it in quotes"):
+            config.validate(composed(f"{key}=nan"))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("prr_pipeline.benchmarks.locality.Locality", "is no SparseMethod: an option of dsa is a subclass of it"),
+        ("test_config.Half", "does not define append, metadata, rebuild, score; see SparseMethod"),
+    ],
+)
+def test_a_class_that_is_no_method_is_named(name: str, said: str, composed: Compose) -> None:
+    with pytest.raises(ConfigError) as error:
+        config.validate(composed(f"dsa._target_={name}"))
+    assert str(error.value) == f"dsa._target_ = {name} {said}"
+
+
+@dataclass(kw_only=True)
+class Half(SparseMethod):
+    """A method that forgot its functions."""

@@ -76,6 +76,7 @@ def test_a_wrong_group_or_option_gets_near_names(word: str, expected: str) -> No
         ("force=perhaps", "force: Value 'perhaps' is not a valid bool"),
         ("stages=evaluate", "stages = evaluate is a single value, expected a list: stages=[evaluate]"),
         ("++stages=evaluate", "stages = evaluate is a single value, expected a list: stages=[evaluate]"),
+        ("runtime.modes=", "runtime.modes is empty: no list"),
         ("runtime.modes=prr", "runtime.modes = prr is a single value, expected a list: runtime.modes=[prr]"),
         ("dsa=quest,infllm_v2", "Ambiguous value for argument 'dsa=quest,infllm_v2'"),
         ("+dsa=quest", "dsa is chosen already: write dsa=quest without the plus, once"),
@@ -275,3 +276,10 @@ def test_of_a_long_sweep_so_many_jobs_are_tried(monkeypatch: pytest.MonkeyPatch)
     assert (
         len(tried) == overrides._TRIED and tried[0] == ["seed=0", "dsa=quest"] and tried[9] == ["seed=9", "dsa=quest"]
     )
+
+
+def test_an_option_s_file_that_is_no_yaml_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "dsa").mkdir()
+    (tmp_path / "dsa" / "mine.yaml").write_text("name: x\nfoo: [\n")
+    said = refused("--config-dir", str(tmp_path), "dsa=mine")
+    assert "mine.yaml, line 3: this is not YAML: " in said and len(said.splitlines()) == 1

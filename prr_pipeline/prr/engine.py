@@ -27,7 +27,7 @@ from prr_pipeline.prr.calibration import Window
 from prr_pipeline.prr.phase import all_or_nothing
 from prr_pipeline.prr.predictor import LAST_SCORES, PredictorState
 from prr_pipeline.prr.sampling import Sampler
-from prr_pipeline.prr.stats import LayerStats, StepStats
+from prr_pipeline.prr.stats import LayerStats, StepStats, refuse_nan
 from prr_pipeline.prr.window import replay
 
 Theta = tuple[float, float, float]
@@ -376,6 +376,7 @@ class Decoder:
                 kept = all_or_nothing(chosen) if self.mode.all_or_nothing else chosen
                 out, _ = ck.repair(q, at.k, at.v, kept, *partials, lens, scale)
         with self.clock("stats"):
+            refuse_nan(self.scores, self.cache.length, method)
             self.layer_stats[layer] = LayerStats.of(chosen, predicted, self.last_ids.get(layer), lens, method)
             self.last_ids[layer] = chosen.ids
         with self.clock("predict"):

@@ -22,7 +22,7 @@ from prr_pipeline.models.linear import fast_linears
 from prr_pipeline.prr.engine import Engine, Feed, Generator, Mode, Prefilled, Step, Theta, digest
 from prr_pipeline.prr.phase import AttentionPhase, Plan
 from prr_pipeline.prr.sampling import Sampler, draw
-from prr_pipeline.prr.stats import LayerStats, StepStats, count
+from prr_pipeline.prr.stats import LayerStats, StepStats, count, refuse_nan
 
 log = logging.getLogger(__name__)
 
@@ -216,6 +216,7 @@ class GraphRunner:
         """What the layers of each of a burst's steps did; context: tokens at the first of them."""
         if not (self.plan.sparse and self.phase.logs):
             return [{} for _ in range(steps)]
+        refuse_nan(self.phase.scores[self.phase.method.dense_layers :], context + steps - 1, self.phase.method)
         book, ahead = self.log, self.ahead_log(self.plan.width)
         sums = []
         for i in range(steps):

@@ -13,6 +13,7 @@ from torch import Tensor
 import cutlass_kernels as ck
 from cutlass_kernels.reference import num_blocks
 from prr_pipeline.dsa.base import SparseMethod
+from prr_pipeline.errors import ConfigError
 
 PARTS = ("select", "attend", "repair", "predict")
 
@@ -50,6 +51,21 @@ class LayerStats:
     def wasted(self) -> int:
         """Blocks of P that A did not want."""
         return self.predicted - (self.chosen - self.missed)
+
+
+def refuse_nan(scores: Tensor, tokens: int, method: SparseMethod) -> None:
+    """A block whose score is NaN is never selected: a method must not give one to a block with tokens.
+
+    scores: [..., N] at a step with so many tokens.
+
+    Raises:
+        ConfigError: names the method.
+    """
+    if bool(scores[..., : method.blocks(tokens)].isnan().any()):
+        cls = type(method)
+        raise ConfigError(
+            f"dsa={method.name} ({cls.__module__}.{cls.__qualname__}) gave NaN as a block's score at {tokens} tokens"
+        )
 
 
 def count(

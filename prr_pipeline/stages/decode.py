@@ -51,7 +51,7 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
             for row in rows:
                 run.log(_scalars(row))
     if "evaluate" not in job.cfg.stages:
-        refuse_unequal(records)
+        refuse_unequal(records, job.own_method)
     folder.finish(job.device_name(), inputs, [records.path], {"model": job.loaded.description, "modes": job.modes})
 
 
@@ -65,8 +65,10 @@ def unequal(rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def refuse_unequal(records: Records) -> None:
+def refuse_unequal(records: Records, own: str | None) -> None:
     """Exact repair promises the bits of serial; results that break the promise are not finished.
+
+    own: the method's class, if it is a user's.
 
     Raises:
         PrrError: names samples and modes; the records stay, to be looked at.
@@ -74,10 +76,12 @@ def refuse_unequal(records: Records) -> None:
     faults = unequal(records.read())
     if faults:
         more = f" and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
+        blame = "This is a bug of this software, not of the job: please report it, with"
+        if own:
+            blame = f"Either {own} gives other scores for the same query, or this software has a bug: look at"
         raise PrrError(
-            f"exact repair differs from serial in {', '.join(faults[:_NAMED])}{more}. This is a bug of this software, "
-            f"not of the job: please report it, with {records.path} and the job's config.json. What was written "
-            "stays, to be looked at; the stage is not done"
+            f"exact repair differs from serial in {', '.join(faults[:_NAMED])}{more}. {blame} {records.path} and the "
+            "job's config.json. What was written stays, to be looked at; the stage is not done"
         )
 
 

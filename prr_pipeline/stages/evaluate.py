@@ -22,8 +22,8 @@ from prr_pipeline.tracking import beside, plots, tables
 log = logging.getLogger(__name__)
 
 _ON_CPU = (
-    "Times are of a CPU, where selection and speculative attention run one after the other: prr cannot be faster than "
-    "serial here.\n"
+    "Times are of a CPU, where selection and speculative attention run one after the other: prr does more work than "
+    "serial here, and a speed-up is the machine's load.\n"
 )
 _RANDOM = "Weights are random: scores, hit rates and overlaps are not those of the model that is named.\n"
 _NOT_TRUE_SIZE = "The model does not have its true size: its times are not those of the model that is named.\n"
@@ -60,7 +60,7 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
     _refuse_unmeasured(rows)
     _refuse_short(job, samples)
     _refuse_dense(job, rows)
-    refuse_unequal(records)
+    refuse_unequal(records, job.own_method)
     folder.finish("none", inputs, [*outputs, *images], {})
 
 

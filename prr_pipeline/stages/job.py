@@ -81,6 +81,13 @@ class Job:
         return canonical_modes(self.runtime.modes)
 
     @property
+    def own_method(self) -> str | None:
+        """The class of a method that is not of this program."""
+        cls = type(self.method)
+        own = cls.__module__.split(".")[0] != "prr_pipeline"
+        return f"dsa._target_ = {cls.__module__}.{cls.__qualname__}" if own else None
+
+    @property
     def baselines(self) -> list[str]:
         """Baselines to time after the modes, those left out that cannot run here."""
         wanted = [b for b in BASELINES if b in self.runtime.baselines]
@@ -106,7 +113,6 @@ class Job:
             option.check()
         self._check_selects()
         self._check_contexts()
-        self._check_baselines()
         stages = list(self.cfg.stages)
         for stage in stages:
             for source in self.needs(stage):
@@ -114,6 +120,7 @@ class Job:
                     self.require(source, stage)
         if self.runs_model:
             load.check(self.model_cfg, self.device)
+        self._check_baselines()
 
     @property
     def runs_model(self) -> bool:

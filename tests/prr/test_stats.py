@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 
 import cutlass_kernels as ck
 from prr_pipeline.dsa.quest import Quest
-from prr_pipeline.prr.stats import LayerStats, StepStats, rates
+from prr_pipeline.errors import ConfigError
+from prr_pipeline.prr.stats import LayerStats, StepStats, rates, refuse_nan
+
+QUEST = Quest(block_size=4, top_k=6)
 
 
 def stats(**counts: int | None) -> LayerStats:
@@ -88,3 +91,13 @@ def test_a_step_leaves_its_own_book_keeping_out_of_its_time() -> None:
     assert (row["select_ms"], row["attend_ms"], row["repair_ms"], row["predict_ms"]) == (3.0, 2.0, 0.0, 0.5)
     assert row["other_ms"] == 16.0 - 5.5, "append belongs to the rest of the step"
     assert row["context"] == 100 and row["hit_all"] == 0.8
+
+
+def test_nan_is_refused_where_there_are_tokens_alone() -> None:
+    scores = torch.zeros(2, 1, 2, 8)
+    scores[..., 5:] = float("nan")
+    refuse_nan(scores, 20, QUEST)
+    with pytest.raises(
+        ConfigError, match=r"dsa=quest \(prr_pipeline.dsa.quest.Quest\) gave NaN as a block's score at 21"
+    ):
+        refuse_nan(scores, 21, QUEST)

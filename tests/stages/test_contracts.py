@@ -41,11 +41,20 @@ class Silent(Quest):
 
 @dataclass(kw_only=True)
 class Spoilt(Quest):
-    """NaN at lengths that are shorter than the probe."""
+    """No score at lengths that are shorter than the probe."""
 
     def score(self, q: Tensor, meta: Any, seq_lens: Tensor, scale: float, out: Tensor) -> None:
         super().score(q, meta, seq_lens, scale, out)
-        out[:] = torch.where(seq_lens[:, None, None] < 4000, torch.nan, out)
+        out[:] = torch.where(seq_lens[:, None, None] < 4000, -torch.inf, out)
+
+
+@dataclass(kw_only=True)
+class Holed(Quest):
+    """NaN for one block among many, now and then."""
+
+    def score(self, q: Tensor, meta: Any, seq_lens: Tensor, scale: float, out: Tensor) -> None:
+        super().score(q, meta, seq_lens, scale, out)
+        out[:, :, 3] = torch.where((seq_lens < 4000)[:, None] & (seq_lens % 4 == 0)[:, None], torch.nan, out[:, :, 3])
 
 
 @pytest.mark.parametrize("name", ["smollm2", "mine"])
@@ -80,6 +89,11 @@ def test_scores_that_are_not_finite_fail_the_job_by_the_method_s_name(run: Runne
     assert n and all(r["dense_steps"] == r["short_steps"] == n and r["sparse_layers"] == 0 for r in rows.values())
     assert all(r["dense_steps"] == r["steps"] for r in results(root))
     assert not (root / "evaluate" / "manifest.json").exists() and status(root)["state"] == "failed"
+
+
+def test_nan_in_a_full_selection_fails_the_job_too(run: Runner, text: Words) -> None:
+    said = run.refused(*text, "dsa._target_=test_contracts.Holed", "benchmark.max_new_tokens=9", kind=ConfigError)
+    assert said.startswith("dsa=quest (test_contracts.Holed) gave NaN as a block's score at ")
 
 
 def test_a_selection_that_is_full_is_not_short(run: Runner, text: Words, no_plots: None) -> None:

@@ -67,7 +67,9 @@ def test_a_long_list_of_faults_is_cut(tmp_path: Path) -> None:
     records = Records(tmp_path / "samples.jsonl")
     records.append([row | {"id": f"s{i}"} for i in range(11)])
     with pytest.raises(Exception, match=r"s7/prr \(tokens and logits\) and 3 more\. This is a bug"):
-        decode.refuse_unequal(records)
+        decode.refuse_unequal(records, None)
+    with pytest.raises(Exception, match="Either dsa._target_ = my.Own gives other scores for the same query, or this"):
+        decode.refuse_unequal(records, "dsa._target_ = my.Own")
 
 
 def test_a_sample_that_is_there_twice_is_refused(
