@@ -41,8 +41,7 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
     done = _resume(records, order)
     prompts = job.prompts()
     left = [p for p in prompts if p.sample.id not in done]
-    sizes = [p.sample.max_new_tokens for p in left for _ in order]  # prefill is not counted
-    with Progress("decode", len(prompts) * len(order), done=len(done) * len(order), sizes=sizes, unit="run") as bar:
+    with Progress("decode", len(prompts) * len(order), done=len(done) * len(order), unit="run") as bar:
         for prompt in left:
             rows = _sample(job, prompt, order, thetas.get(prompt.sample.id, {}), bar)
             records.append(rows)

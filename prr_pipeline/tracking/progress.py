@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, TextIO
@@ -28,7 +27,6 @@ class Progress:
         total: int,
         *,
         done: int = 0,
-        sizes: Sequence[float] = (),
         unit: str = "sample",
         show: bool = True,
         stream: TextIO | None = None,
@@ -39,15 +37,12 @@ class Progress:
             label: what runs, such as `decode qasper`.
             total: units in all.
             done: units that an earlier run finished; they do not count for the time left.
-            sizes: how much work each unit that is left is, in order and in any measure, for the time left; empty:
-                all the same.
             unit: the name of one unit.
             show: False on every process but the first.
             stream: where the bar goes; None: the standard error.
         """
         self._label, self._total, self._unit = label, total, unit
         self._done = self._resumed = done
-        self._sizes = sizes or [1.0] * (total - done)
         self._stream = stream or sys.stderr
         self._show = show and os.environ.get("TQDM_DISABLE", "").lower() in ("", "0", "false")
         self._tokens, self._seconds = 0, 0.0
@@ -131,10 +126,9 @@ class Progress:
     def _left(self) -> list[str]:
         """The time that the units left take at the pace of this run, once there is one."""
         finished = self._done - self._resumed
-        past, ahead = sum(self._sizes[:finished]), sum(self._sizes[finished:])
-        if not past or self._done >= self._total:
+        if not finished or self._done >= self._total:
             return []
-        return [f"{_clock((time.monotonic() - self._started) / past * ahead)} left"]
+        return [f"{_clock((time.monotonic() - self._started) / finished * (self._total - self._done))} left"]
 
 
 def _clock(seconds: float) -> str:
