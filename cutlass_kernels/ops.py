@@ -487,6 +487,24 @@ def _check_kv(d: _Dims, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, page_
     return d.groups()
 
 
+def _listed(d: _Dims, ids: Tensor, k: Tensor, seq_lens: Tensor, page_table: Tensor | None) -> None:
+    """With debug: listed blocks are blocks of their rows, and have slots."""
+    _ids_in_range(d.op, ids, seq_lens, k.shape[3])
+    _slots_in_range(d.op, "k", k, ids, page_table)
+
+
+def _partials(
+    d: _Dims, q: Tensor, ids: Tensor, axes: str, G: int, out: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Buffers (o, lse) for the partials of listed blocks, checked, or allocated when None; axes: of lse."""
+    if out is None:
+        o = q.new_empty((*ids.shape, G, q.shape[2]), dtype=torch.float32)
+        out = o, q.new_empty((*ids.shape, G), dtype=torch.float32)
+    d("out[0]", out[0], f"{axes} D", torch.float32)
+    d("out[1]", out[1], axes, torch.float32)
+    return out
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -513,13 +531,8 @@ def attend(
     d = _Dims("attend")
     G = _check_kv(d, q, k, v, seq_lens, page_table)
     d("ids", ids, "B H N", torch.int32)
-    _ids_in_range("attend", ids, seq_lens, k.shape[3])
-    _slots_in_range("attend", "k", k, ids, page_table)
-    if out is None:
-        o = q.new_empty((*ids.shape, G, q.shape[2]), dtype=torch.float32)
-        out = o, q.new_empty((*ids.shape, G), dtype=torch.float32)
-    d("out[0]", out[0], f"B H N {G} D", torch.float32)
-    d("out[1]", out[1], f"B H N {G}", torch.float32)
+    _listed(d, ids, k, seq_lens, page_table)
+    out = _partials(d, q, ids, f"B H N {G}", G, out)
     torch.ops.prr.attend(q, k, v, ids, seq_lens, scale, page_table, *out)
     return out
 
@@ -532,6 +545,12 @@ def _outputs(d: _Dims, q: Tensor, out: tuple[Tensor, Tensor] | None) -> tuple[Te
     return out
 
 
+def _check_merged(d: _Dims, o: Tensor, out: tuple[Tensor, Tensor]) -> None:
+    """What partials o [B, H_kv, N, G, D] are merged into."""
+    d("out[0]", out[0], f"B {o.shape[1] * o.shape[3]} D", *_FLOATS)
+    d("out[1]", out[1], f"B {o.shape[1] * o.shape[3]}", torch.float32)
+
+
 def merge(o: Tensor, lse: Tensor, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint parts, from their partials (online softmax).
 
@@ -542,8 +561,7 @@ def merge(o: Tensor, lse: Tensor, out: tuple[Tensor, Tensor]) -> tuple[Tensor, T
     d = _Dims("merge")
     d("o", o, "B H N G D", torch.float32)
     d("lse", lse, "B H N G", torch.float32)
-    d("out[0]", out[0], f"B {o.shape[1] * o.shape[3]} D", *_FLOATS)
-    d("out[1]", out[1], f"B {o.shape[1] * o.shape[3]}", torch.float32)
+    _check_merged(d, o, out)
     torch.ops.prr.merge(o, lse, *out)
     return out
 
@@ -573,13 +591,8 @@ def attend_missed(
     G = _check_kv(d, q, k, v, seq_lens, page_table)
     d("selection.ids", selection.ids, "B H K", torch.int32)
     d("selection.position", selection.position, "B H K", torch.int32)
-    _ids_in_range("attend_missed", selection.ids, seq_lens, k.shape[3])
-    _slots_in_range("attend_missed", "k", k, selection.ids, page_table)
-    if out is None:
-        o = q.new_empty((*selection.ids.shape, G, q.shape[2]), dtype=torch.float32)
-        out = o, q.new_empty((*selection.ids.shape, G), dtype=torch.float32)
-    d("out[0]", out[0], f"B H K {G} D", torch.float32)
-    d("out[1]", out[1], f"B H K {G}", torch.float32)
+    _listed(d, selection.ids, k, seq_lens, page_table)
+    out = _partials(d, q, selection.ids, f"B H K {G}", G, out)
     torch.ops.prr.attend_missed(q, k, v, selection.ids, selection.position, seq_lens, scale, page_table, *out)
     return out
 
@@ -607,8 +620,7 @@ def merge_repaired(
     d("selection.position", selection.position, "B H K", torch.int32)
     d("fresh_o", fresh_o, "B H K G D", torch.float32)
     d("fresh_lse", fresh_lse, "B H K G", torch.float32)
-    d("out[0]", out[0], f"B {o.shape[1] * o.shape[3]} D", *_FLOATS)
-    d("out[1]", out[1], f"B {o.shape[1] * o.shape[3]}", torch.float32)
+    _check_merged(d, o, out)
     torch.ops.prr.merge_repaired(selection.position, o, lse, fresh_o, fresh_lse, *out)
     return out
 
@@ -641,8 +653,7 @@ def repair(
     d("selection.position", selection.position, "B H K", torch.int32)
     d("o", o, f"B H P {G} D", torch.float32)
     d("lse", lse, f"B H P {G}", torch.float32)
-    _ids_in_range("repair", selection.ids, seq_lens, k.shape[3])
-    _slots_in_range("repair", "k", k, selection.ids, page_table)
+    _listed(d, selection.ids, k, seq_lens, page_table)
     out = _outputs(d, q, out)
     torch.ops.prr.repair(q, k, v, selection.ids, selection.position, o, lse, seq_lens, scale, page_table, *out)
     return out
@@ -675,8 +686,7 @@ def repair_union(
     d("selection.missed", selection.missed, "B H K", torch.int32)
     d("o", o, "B Hq D", torch.float32)
     d("lse", lse, "B Hq", torch.float32)
-    _ids_in_range("repair_union", selection.missed, seq_lens, k.shape[3])
-    _slots_in_range("repair_union", "k", k, selection.missed, page_table)
+    _listed(d, selection.missed, k, seq_lens, page_table)
     out = _outputs(d, q, out)
     torch.ops.prr.repair_union(q, k, v, selection.missed, o, lse, seq_lens, scale, page_table, *out)
     return out

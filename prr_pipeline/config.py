@@ -269,15 +269,6 @@ def check_whole(cfg: DictConfig) -> None:
         raise ConfigError(f"{', '.join(missing)}: no value; each group needs an option, and each key of it a value")
 
 
-def _numbers(values: Any, at: str = "") -> Iterator[tuple[str, float]]:
-    """Every float inside, with its key."""
-    if isinstance(values, float):
-        yield at, values
-    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    for key, value in items:
-        yield from _numbers(value, f"{at}.{key}" if at else str(key))
-
-
 def validate(cfg: DictConfig) -> None:
     """Check names, types and ranges of the whole job, for all stages; imports the options' classes, does no work."""
     check_whole(cfg)
@@ -307,6 +298,7 @@ def validate(cfg: DictConfig) -> None:
             )
     for group in TARGET_GROUPS:
         check_target(group, cfg[group])
-    for key, value in _numbers(OmegaConf.to_container(cfg, resolve=True)):  # what is left is meant as text
-        if not math.isfinite(value):
-            raise ConfigError(f"{key} = {value}, expected text; put it in quotes")
+    for group in TARGET_GROUPS:
+        for key, value in _leaves(OmegaConf.to_container(cfg[group], resolve=True), group):
+            if isinstance(value, float) and not math.isfinite(value):  # a number would have been refused: meant as text
+                raise ConfigError(f"{key} = {value}, expected text; put it in quotes")

@@ -59,6 +59,12 @@ class KVCache:
         """Memory of keys, values and metadata."""
         return sum(x.nbytes for a in self.layers for x in (a.k, a.v, *a.meta.values()))
 
+    @property
+    def token_bytes(self) -> int:
+        """Memory of a token's key and value in one layer, of one sequence."""
+        k = self.layers[0].k
+        return 2 * k.shape[1] * k.shape[4] * k.element_size()
+
     def set_length(self, tokens: int) -> None:
         """Declare how many tokens are valid; the step's new one is counted before any layer appends it."""
         if not 0 <= tokens <= self.capacity:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prr_pipeline.models.cache import LayerCache
 from prr_pipeline.prr.engine import Mode, Prefilled
 from prr_pipeline.prr.graphs import GraphDecoder, GraphEngine, GraphRunner, step_function
-from prr_pipeline.prr.phase import AttentionPhase
+from prr_pipeline.prr.phase import AttentionPhase, Plan
 
 _WORKSPACE = 128 << 20  # bytes that FlashInfer asks for
 
@@ -67,9 +68,9 @@ class PaperPhase(AttentionPhase):
         forced[:, n - m.local :] = float("inf")
         return forced.topk(m.top_k).indices.sort().values.int()
 
-    def step_attention(self, layer: int, q: Tensor, scale: float) -> Tensor:
-        """Score, select, plan, run. q: [1, Hq, D] -> [1, Hq, D]. A KV head is a row of FlashInfer's matrix."""
-        at, m = self.cache.layers[layer], self.method
+    def sparse(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
+        """Score, select, plan, run; see AttentionPhase. A KV head is a row of FlashInfer's matrix."""
+        m = self.method
         m.score(q, at.meta, self.cache.seq_lens, scale, self.scores[layer])
         ids = self.select(layer)
         _, H, N, T, D = at.k.shape
@@ -80,10 +81,3 @@ class PaperPhase(AttentionPhase):
         self.wrapper.plan(indptr, ids.flatten(), *shape, sm_scale=scale, **kinds)
         k, v = (x.view(H * N * T, 1, D) for x in (at.k, at.v))
         return self.wrapper.run(q.view(H, self.group, D), k, v).view_as(q)
-
-    def run(self, plan: Any, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """See AttentionPhase."""
-        at = self.cache.append(layer, k, v)
-        if not plan.sparse or layer < self.method.dense_layers:
-            return self.dense(at, q, scale)
-        return self.step_attention(layer, q, scale)

@@ -41,6 +41,20 @@ class GraphOptions:
     linears: bool = True
 
 
+def recorded(body: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """The CUDA graph of what body launches; it is run once before (compilation, loading of kernels)."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        body()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        body()
+    return graph
+
+
 class _Log:
     """What the steps of a burst did; slot i of every tensor is its i-th step."""
 
@@ -78,7 +92,7 @@ class GraphRunner:
         self.fed: list[Tensor] = []
         self.plan = Plan(sparse=False)
         self.temperature, self.top_p = 0.0, 1.0
-        self._ahead_log: dict[int, Tensor] = {0: self.phase.nothing.new_empty(how.burst, *self.phase.nothing.shape)}
+        self._ahead_log: dict[int, Tensor] = {}
         self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
@@ -156,18 +170,8 @@ class GraphRunner:
         begin = time.perf_counter()
         log.info("decode: building the CUDA graph of %s", self.plan)
         self.place(length)
-        side = torch.cuda.Stream(self.engine.device)
-        side.wait_stream(torch.cuda.current_stream(self.engine.device))
-        with torch.cuda.stream(side), torch.no_grad(), attached(self.engine.model, self.attention):
-            self.step()
-        torch.cuda.current_stream(self.engine.device).wait_stream(side)
-        torch.cuda.synchronize(self.engine.device)
-        self.place(length)
-        graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        with torch.no_grad(), attached(self.engine.model, self.attention), torch.cuda.graph(graph, pool=self._pool):
-            self.step()
-        self._graphs[self._key()] = graph
+        self._graphs[self._key()] = recorded(lambda: self._eager(1), self._pool)
         log.info("decode: graph ready after %.1f s", time.perf_counter() - begin)
 
     def place(self, length: int) -> None:
@@ -218,11 +222,11 @@ class GraphRunner:
             return [{} for _ in range(steps)]
         refuse_nan(self.phase.scores[self.phase.method.dense_layers :], context + steps - 1, self.phase.method)
         book, ahead = self.log, self.ahead_log(self.plan.width)
+        lens = torch.arange(context, context + steps, dtype=torch.int32, device=self.engine.device)
         sums = []
         for i in range(steps):
-            lens = torch.tensor([context + i], dtype=torch.int32, device=self.engine.device)
-            last = book.ids[i - 1] if i else before
-            sums.append(count(book.ids[i], book.missed[i], book.counts[i], ahead[i], last, lens, self.phase.method))
+            what = (book.ids[i], book.missed[i], book.counts[i], ahead[i], book.ids[i - 1] if i else before)
+            sums.append(count(*what, lens[i : i + 1], self.phase.method))
         heads = book.ids.shape[2] * book.ids.shape[3]
         skip = self.phase.method.dense_layers
         rows = torch.stack(sums).tolist()

@@ -87,18 +87,16 @@ class AttentionPhase:
         )
         self.theta = torch.zeros(L, B, 3, dtype=torch.float32, device=self.device)
         self.ids, self.position, self.missed, self.counts = ints(K), ints(K), ints(K), ints(2)
-        self.nothing = ints(0)
-        self.predicted: dict[int, Tensor] = {0: self.nothing}
+        self.predicted: dict[int, Tensor] = {}
         self._ints = ints
         self._partials: dict[tuple[object, ...], Partials] = {}
         self.dense = _Dense(cache, self.group)
         lanes = (torch.cuda.Stream(self.device) if self.device.type == "cuda" else None for _ in range(2))
         self.speculate, self.learn = lanes
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of the buffers of every step."""
-        return sum(x.nbytes for x in (self.scores, self.level, self.trend, self.ids, self.position, self.missed))
+    def selection(self, layer: int) -> ck.Selection:
+        """The buffers of A of a layer."""
+        return ck.Selection(self.ids[layer], self.position[layer], self.missed[layer], self.counts[layer])
 
     def ahead(self, width: int) -> Tensor:
         """P of that width, [L, B, H_kv, width] int32: the buffer that steps of a plan read and write."""
@@ -149,6 +147,10 @@ class AttentionPhase:
         at = self.cache.append(layer, k, v)
         if not plan.sparse or layer < self.method.dense_layers:
             return self.dense(at, q, scale)
+        return self.sparse(plan, layer, at, q, scale)
+
+    def sparse(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
+        """Select, attend and learn, after the step's token was appended. q: [B, Hq, D] -> [B, Hq, D], allocated."""
         if plan.width:
             out = self.speculative(plan, layer, at, q, scale)
         else:
@@ -174,9 +176,10 @@ class AttentionPhase:
         """Score and select; A against P."""
         m, lens, scores = self.method, self.cache.seq_lens, self.scores[layer]
         m.score(q, at.meta, lens, scale, scores)
-        out = ck.Selection(self.ids[layer], self.position[layer], self.missed[layer], self.counts[layer])
         ahead = self.ahead(plan.width)[layer]
-        return ck.select(scores, lens, m.block_size, m.top_k, m.sink, m.local, predicted=ahead, out=out)
+        return ck.select(
+            scores, lens, m.block_size, m.top_k, m.sink, m.local, predicted=ahead, out=self.selection(layer)
+        )
 
     def attend_ahead(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Partials:
         """Partials of P; of a union, their merge."""

@@ -85,21 +85,26 @@ def drift_for(
     k = block_keys(gen, cache.layers[0].k, block_weight)[:, :, :context]
     cache.write(0, k, torch.zeros_like(k))
     cache.rebuild(0, context)
-    meta, scale = cache.layers[0].meta, head_dim**-0.5
     lens = torch.full((_ROWS,), context, dtype=torch.int32, device=device)
 
     def measured(drift: float) -> float:
         same = torch.Generator(device).manual_seed(seed)
         q = drifting(same, q_heads, _ROWS, head_dim, drift).to(dtype)
-        scores = torch.empty(_ROWS, kv_heads, cache.num_blocks, device=device)
-        method.score(q[0].transpose(0, 1).contiguous(), meta, lens, scale, scores)
-        return float(last_overlap([Window(scores, lens)], method).dynamic)
+        return float(last_overlap([scored(cache, 0, q, lens, head_dim**-0.5)], method).dynamic)
 
     low, high = 0.0, 1.0  # the more drift, the less overlap
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if measured(middle) > overlap else (low, middle)
     return (low + high) / 2
+
+
+def scored(cache: KVCache, layer: int, q: Tensor, lens: Tensor, scale: float) -> Window:
+    """Scores of W queries of one sequence. q: [1, Hq, W, D], lens: [W] int32."""
+    at = cache.layers[layer]
+    scores = torch.empty(len(lens), *at.k.shape[1:3], dtype=torch.float32, device=q.device)
+    cache.method.score(q[0].transpose(0, 1).contiguous(), at.meta, lens, scale, scores)
+    return Window(scores, lens)
 
 
 def block_keys(gen: torch.Generator, like: Tensor, weight: float) -> Tensor:

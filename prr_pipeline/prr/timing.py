@@ -14,9 +14,9 @@ from torch import Tensor
 import cutlass_kernels as ck
 from prr_pipeline.dsa.base import SparseMethod
 from prr_pipeline.models.cache import KVCache
-from prr_pipeline.prr.calibration import Window
+from prr_pipeline.prr.graphs import recorded
 from prr_pipeline.prr.phase import AttentionPhase, Partials, Plan
-from prr_pipeline.prr.synthetic import block_keys, drifting
+from prr_pipeline.prr.synthetic import block_keys, drifting, scored
 
 _COLD = 1 << 29  # bytes of keys and values that no cache holds
 _LEAST = 8  # layers, so that starting a graph is a small part of its time
@@ -25,15 +25,7 @@ _REPLAYS = 21
 
 def graph_us(body: Callable[[], object], replays: int = _REPLAYS) -> float:
     """Median microseconds of a replay of what body launches."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        body()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
+    graph = recorded(body)
     times = []
     for _ in range(replays):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -81,7 +73,7 @@ class PhaseTimes:
         self.scale = head_dim**-0.5
         self.cache.set_length(context)
         gen = torch.Generator(device).manual_seed(seed)
-        lens = torch.tensor([context], dtype=torch.int32, device=device)
+        lens = torch.full((rows,), context, dtype=torch.int32, device=device)
         windows, queries = {}, []
         for layer in self.layers:
             at = self.cache.layers[layer]
@@ -89,10 +81,7 @@ class PhaseTimes:
             self.cache.write(layer, k, torch.randn(k.shape, generator=gen, dtype=dtype, device=device))
             self.cache.rebuild(layer, context)
             q = drifting(gen, q_heads, rows + 1, head_dim, drift).to(dtype)
-            scores = torch.empty(rows, 1, kv_heads, self.cache.num_blocks, device=device)
-            for i in range(rows):
-                method.score(q[:, :, i].contiguous(), at.meta, lens, self.scale, scores[i])
-            windows[layer] = Window(scores[:, 0], lens.expand(rows).contiguous())
+            windows[layer] = scored(self.cache, layer, q[:, :, :rows], lens, self.scale)
             queries.append(q[:, :, rows].contiguous())
         self.windows, self.theta, self.queries = windows, theta, dict(zip(self.layers, queries, strict=True))
 
@@ -120,7 +109,7 @@ class PhaseTimes:
             return phase.choose(plan, layer, cache.layers[layer], q, self.scale)
 
         def attend(layer: int, q: Tensor) -> object:
-            return phase.attend_chosen(cache.layers[layer], q, self._chosen(layer), self.scale)
+            return phase.attend_chosen(cache.layers[layer], q, phase.selection(layer), self.scale)
 
         return {
             "score_us": self._time(score),
@@ -131,10 +120,6 @@ class PhaseTimes:
             ),
             "dense_us": self._time(lambda layer, q: phase.dense(cache.layers[layer], q, self.scale)),
         }
-
-    def _chosen(self, layer: int) -> ck.Selection:
-        p = self.phase
-        return ck.Selection(p.ids[layer], p.position[layer], p.missed[layer], p.counts[layer])
 
     def speculative(self, width: int, repair: str = "exact") -> dict[str, float]:
         """Of a step that speculates: attention over P alone, the repair, all side by side; blocks missed a KV head."""
@@ -148,7 +133,7 @@ class PhaseTimes:
             return phase.attend_ahead(plan, layer, cache.layers[layer], q, self.scale)
 
         def mend(layer: int, q: Tensor) -> object:
-            return phase.mend(plan, cache.layers[layer], q, self._chosen(layer), ready[layer], self.scale)
+            return phase.mend(plan, cache.layers[layer], q, phase.selection(layer), ready[layer], self.scale)
 
         overlapped = self._time(both)
         ready = {layer: ahead(layer, q) for layer, q in self.queries.items()}  # one buffer: its values do not matter
@@ -159,9 +144,7 @@ class PhaseTimes:
     def bytes_read(self) -> dict[str, int]:
         """What a layer's scores, attention over A, and attention over all tokens must read at least."""
         at, m = self.cache.layers[self.layers[0]], self.phase.method
-        heads, dim, size = at.k.shape[1], at.k.shape[4], at.k.element_size()
-        token = 2 * heads * dim * size
-        tokens = self.cache.length
+        token, tokens = self.cache.token_bytes, self.cache.length
         return {
             "score": sum(x.nbytes for x in at.meta.values()),
             "attend": min(tokens, m.budget_tokens) * token,

@@ -18,7 +18,7 @@ def step_bytes(model: nn.Module, cache: KVCache, mode: str, context: int) -> int
     mode: dense, or any other one (speculation reads more than it must).
     """
     method, at = cache.method, cache.layers[0]
-    token = 2 * at.k.shape[1] * at.k.shape[4] * at.k.element_size()
+    token = cache.token_bytes
     like = torch.empty(*at.k.shape[:2], method.blocks(context), *at.k.shape[3:], dtype=at.k.dtype, device="meta")
     metadata = sum(x.nbytes for x in method.metadata(like).values())
     total = weight_bytes(model)

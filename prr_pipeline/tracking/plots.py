@@ -29,13 +29,13 @@ from prr_pipeline.tracking.figure import (
     legend,
     line,
     log_axis,
+    new_figure,
     note,
     of_what,
     save,
     values,
     weighted,
 )
-from prr_pipeline.tracking.figure import new_figure as _figure
 from prr_pipeline.tracking.profile_plots import plot_latency as plot_latency  # all savers are to be found here
 from prr_pipeline.tracking.profile_plots import plot_layer as plot_layer
 
@@ -95,7 +95,7 @@ def breakdown_figure(steps: Sequence[Record], model: str, dsa: str) -> Figure | 
     if not by_mode:
         return None
     subtitle = f"{of_what(model, dsa, steps)}, {_counts(map(len, by_mode.values()))} a mode"
-    figure, (axes,) = _figure("Where the time of a decode step goes", subtitle)
+    figure, (axes,) = new_figure("Where the time of a decode step goes", subtitle)
     wall = np.array([np.mean(values(own, "ms")) for own in by_mode.values()])
     at, top = np.arange(len(wall)), np.zeros(len(wall))
     parts = {part: np.array([np.mean(values(own, f"{part}_ms") or [0]) for own in by_mode.values()]) for part in PARTS}
@@ -167,7 +167,7 @@ def overlap_figure(steps: Sequence[Record], model: str, dsa: str) -> Figure | No
     tasks = sorted({step["task"] for step in base})
     panels = {task: {task} for task in tasks} if len(tasks) <= MAX_PANELS else {f"{len(tasks)} tasks": set(tasks)}
     title = "How much of a selection was known before the step"
-    figure, all_axes = _figure(title, of_what(model, dsa, base), columns=len(panels))
+    figure, all_axes = new_figure(title, of_what(model, dsa, base), columns=len(panels))
     for axes, (name, shown) in zip(all_axes, panels.items(), strict=True):
         for index, (label, column, records, colour) in enumerate(curves):
             own = [record for record in records if record["task"] in shown]
@@ -196,7 +196,7 @@ def hit_rate_figure(samples: Sequence[Record], model: str, dsa: str) -> Figure |
     if not values(flat, "hit_dynamic"):
         return None
     title = "Share of the selected blocks that was predicted"
-    figure, all_axes = _figure(title, of_what(model, dsa, flat), columns=2)
+    figure, all_axes = new_figure(title, of_what(model, dsa, flat), columns=2)
     kinds = (("dynamic blocks", "hit_dynamic"), ("all blocks, forced ones too", "hit_all"))
     deltas = sorted({entry["delta"] for entry in flat})
     for axes, (name, column) in zip(all_axes, kinds, strict=True):
@@ -229,7 +229,7 @@ def layers_figure(layers: Sequence[Record], model: str, dsa: str) -> Figure | No
         return None
     title = "Missed blocks (to repair) and wasted blocks, by layer"
     idle = "".join(f", {mode} predicted nothing" for mode, own in modes.items() if own and mode not in shown)
-    figure, all_axes = _figure(title, of_what(model, dsa, [r for own in shown.values() for r in own]) + idle, rows=2)
+    figure, all_axes = new_figure(title, of_what(model, dsa, [r for own in shown.values() for r in own]) + idle, rows=2)
     width = 0.84 / len(shown)
     for axes, name in zip(all_axes, ("missed", "wasted"), strict=True):
         for index, (mode, own) in enumerate(shown.items()):

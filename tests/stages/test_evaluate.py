@@ -70,13 +70,13 @@ def test_an_option_that_does_not_state_its_sizes_is_no_error(tmp_path: Path, mon
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The subtitles of the figures, as they are drawn."""
     seen: list[str] = []
-    figure = plots._figure
+    figure = plots.new_figure
 
     def spy(title: str, subtitle: str, **sizes: int) -> Any:
         seen.append(subtitle)
         return figure(title, subtitle, **sizes)
 
-    monkeypatch.setattr(plots, "_figure", spy)
+    monkeypatch.setattr(plots, "new_figure", spy)
     monkeypatch.setattr(profile_plots, "new_figure", spy)
     return seen
 
