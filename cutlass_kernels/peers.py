@@ -40,7 +40,7 @@ def flashinfer(case: Case, timer: Timer) -> dict[str, float]:
     n = case.top_k
     start = torch.tensor([0, n], dtype=torch.int32, device="cuda")
     heads = (case.q_heads, case.kv_heads, case.head_dim)
-    types = {"q_data_type": x.dtype, "kv_data_type": x.dtype}
+    types = {"q_data_type": x.dtype, "kv_data_type": x.dtype, "o_data_type": x.dtype}
     wrappers = []
     for _ in range(8):
         wrapper = BlockSparseAttentionWrapper(torch.empty(128 << 20, dtype=torch.uint8, device="cuda"))

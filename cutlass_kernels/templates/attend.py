@@ -71,7 +71,9 @@ class Attend(Tile):
         """Launch."""
         mma, tma_k, gk, tma_v, gv, room = self.plan(k, v)
         tiles = cute.ceil_div(ids.shape[2], self.per) * self.tiles
-        self.kernel(q, tma_k, gk, tma_v, gv, ids, position, seq_lens, table, o, lse, mode, scale, mma, room).launch(
+        self.kernel(
+            q, tma_k, gk, tma_v, gv, ids, position, seq_lens, table, o, lse, mode, scale, mma, room, k.shape[2]
+        ).launch(
             grid=[tiles, ids.shape[1], ids.shape[0]],
             block=[self.WARPS * 32, 1, 1],
             cluster=[self.tiles, 1, 1] if self.tiles > 1 else None,
@@ -99,6 +101,7 @@ class Attend(Tile):
         scale: Float32,
         mma: cute.TiledMma,
         room: cute.ComposedLayout,
+        slots: Int32,
     ):
         """A CTA, see the module."""
         t, _, _ = cute.arch.thread_idx()
@@ -125,9 +128,9 @@ class Attend(Tile):
         # early: what is behind this gets room only when the last CTA has, and then its start costs nothing
         cute.arch.griddepcontrol_launch_dependents()
         first, tile = cx // self.tiles * self.per, cx % self.tiles
-        slot, alive = self.peek(ids, position, table, k, seq_lens[b], mode, b, h, first + lane % self.per)
+        slot, alive = self.peek(ids, position, table, slots, seq_lens[b], mode, b, h, first + lane % self.per)
         if wid == 0:
-            source = (tma_k, k[None, None, None, h, b], tma_v, v[None, None, None, h, b])
+            source = (tma_k, k, tma_v, v, (b * ids.shape[1] + h) * slots)
             self.fetch(source, sK, sV, arrived, slot, alive, tile, lane)
         qf = self.load_q(q, b, h, lane, mma)
         live = cute.make_rmem_tensor((self.per,), Int32)
@@ -155,7 +158,7 @@ class Attend(Tile):
                     lse[b, h, first + s, lane] = -Float32.inf
 
     @cute.jit
-    def peek(self, ids, position, table, k, length, mode, b, h, n):
+    def peek(self, ids, position, table, slots, length, mode, b, h, n):
         """Slot and live tokens of the n-th listed block; 0 tokens: padding, -1: beyond the list, or nothing to do."""
         slot, live = Int32(0), Int32(-1)
         if n < ids.shape[2]:
@@ -163,7 +166,7 @@ class Attend(Tile):
             known = Int32(-1)
             if mode == MISSED:
                 known = position[b, h, n]
-            slot, live = self.locate(blk, table, k.shape[2], length, b, h)
+            slot, live = self.locate(blk, table, slots, length, b, h)
             live = Int32(-1) if blk >= 0 and known >= 0 else live
         return slot, live
 

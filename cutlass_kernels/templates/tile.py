@@ -54,8 +54,10 @@ class Tile:
 
     @cute.jit
     def tokens_first(self, x: cute.Tensor):
-        """[B, H, S, T, D] seen as (T, D, S, H, B)."""
-        return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[3, 4, 2, 1, 0]))
+        """[B, H, S, T, D] seen as (T, (64, D / 64), B H S): so all columns of a tile are one box, not one every 64."""
+        T, D = self.T, self.D
+        blocks = x.shape[0] * x.shape[1] * x.shape[2]
+        return cute.make_tensor(x.iterator, cute.make_layout((T, (64, D // 64), blocks), stride=(D, (1, 64), T * D)))
 
     @cute.jit
     def locate(self, blk, table, slots, length, b, h):
@@ -74,8 +76,11 @@ class Tile:
 
     @cute.jit
     def fetch(self, source, sK, sV, full, slot, live, tile, lane):
-        """A warp starts the copies of a tile. Lane s < per holds slot and live tokens of its block s."""
-        tma_k, k, tma_v, v = source
+        """A warp starts the copies of a tile. Lane s < per holds slot and live tokens of its block s.
+
+        source: both copies, and the first block of this head in the cache.
+        """
+        tma_k, k, tma_v, v, start = source
         some = live > tile * self.TILE and lane < self.per
         wanted = cute.arch.popc(cute.arch.vote_ballot_sync(some))
         if lane == 0:
@@ -84,7 +89,7 @@ class Tile:
             from_ = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(slot, s))
             if cute.arch.shuffle_sync(live, s) > tile * self.TILE:  # a whole warp: a TMA copy elects its lane
                 for tma, g, x in ((tma_k, k, sK), (tma_v, v, sV)):
-                    tiles = cute.local_tile(g[None, None, from_], (self.rows, self.D), (None, 0))
+                    tiles = cute.local_tile(g[None, None, start + from_], (self.rows, self.D), (None, 0))
                     to, src = cpasync.tma_partition(
                         tma,
                         0,

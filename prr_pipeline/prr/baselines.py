@@ -58,6 +58,10 @@ class PaperPhase(AttentionPhase):
 
         room = torch.empty(_WORKSPACE, dtype=torch.uint8, device=self.device)
         self.wrapper = BlockSparseAttentionWrapper(room)
+        at = self.cache.layers[0]
+        q = at.k.new_zeros(1, self.group * at.k.shape[1], at.k.shape[4])
+        first = torch.arange(min(self.method.top_k, at.k.shape[2]), dtype=torch.int32, device=self.device)
+        self.attend(at, q, first.repeat(at.k.shape[1], 1), 1.0)  # FlashInfer compiles at its first call: not in a step
 
     def select(self, layer: int) -> Tensor:
         """A by torch: forced blocks first, the rest by top-K, [H_kv, K] int32 ascending."""
@@ -69,15 +73,17 @@ class PaperPhase(AttentionPhase):
         return forced.topk(m.top_k).indices.sort().values.int()
 
     def sparse(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
-        """Score, select, plan, run; see AttentionPhase. A KV head is a row of FlashInfer's matrix."""
-        m = self.method
-        m.score(q, at.meta, self.cache.seq_lens, scale, self.scores[layer])
-        ids = self.select(layer)
+        """Score, select, plan, run; see AttentionPhase."""
+        self.method.score(q, at.meta, self.cache.seq_lens, scale, self.scores[layer])
+        return self.attend(at, q, self.select(layer), scale)
+
+    def attend(self, at: LayerCache, q: Tensor, ids: Tensor, scale: float) -> Tensor:
+        """Attention over blocks ids [H_kv, K], planned anew. A KV head is a row of FlashInfer's matrix."""
         _, H, N, T, D = at.k.shape
-        ids += torch.arange(H, dtype=torch.int32, device=self.device)[:, None] * N
-        indptr = torch.arange(H + 1, dtype=torch.int32, device=self.device) * m.top_k
+        ids = ids + torch.arange(H, dtype=torch.int32, device=self.device)[:, None] * N
+        indptr = torch.arange(H + 1, dtype=torch.int32, device=self.device) * ids.shape[1]
         shape = (H, H * N * T, 1, T, self.group, 1, D)
-        kinds = {"q_data_type": q.dtype, "kv_data_type": q.dtype}
+        kinds = {"q_data_type": q.dtype, "kv_data_type": q.dtype, "o_data_type": q.dtype}
         self.wrapper.plan(indptr, ids.flatten(), *shape, sm_scale=scale, **kinds)
         k, v = (x.view(H * N * T, 1, D) for x in (at.k, at.v))
         return self.wrapper.run(q.view(H, self.group, D), k, v).view_as(q)
