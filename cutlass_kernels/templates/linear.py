@@ -172,11 +172,16 @@ def _processors(device: torch.device) -> int:
 
 
 def split_of(rows: int, n: int, k: int, processors: int) -> int:
-    """Cuts of a weight row [n, k]: as many as leave no SM two tiles, and as the MMA has columns for."""
+    """Cuts of a weight row [n, k]: as few as share the tiles out to the SMs evenly, of those that the MMA can take."""
+    best, least = 1, float("inf")
     split = 1
-    while 2 * split * rows <= COLUMNS and 2 * split * (n // ROWS) <= processors and k % (2 * split * STEP) == 0:
+    while split * rows <= COLUMNS and k % (split * STEP) == 0:
+        tiles = split * n / ROWS
+        waste = -(-tiles // processors) / (tiles / processors)
+        if waste < least - 0.05:
+            best, least = split, waste
         split *= 2
-    return split
+    return best
 
 
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -65,5 +65,14 @@ def test_cuts_are_whole_steps_and_find_work_for_every_processor(rows, tiles, ste
     linear = pytest.importorskip("cutlass_kernels.templates.linear", reason="needs nvidia-cutlass-dsl")
     split = linear.split_of(rows, tiles * linear.ROWS, steps * linear.STEP, processors)
     assert steps % split == 0 and rows * split <= linear.COLUMNS
-    assert split == 1 or tiles * split <= processors
-    assert steps % (2 * split) or 2 * rows * split > linear.COLUMNS or 2 * tiles * split > processors
+    possible = [s for s in (1, 2, 4, 8) if rows * s <= linear.COLUMNS and steps % s == 0]
+    waste = {s: -(-tiles * s // processors) / (tiles * s / processors) for s in possible}
+    assert waste[split] <= min(waste.values()) + 0.1
+    assert all(waste[s] > waste[split] for s in possible if s < split)
+
+
+@pytest.mark.parametrize("n, k, split", [(512, 4096, 4), (4096, 4096, 1), (5120, 4096, 2), (27392, 4096, 1)])
+def test_cuts_of_the_layers_of_a_9b_model(n, k, split):
+    """5120: three tiles on some SMs and two on others would be a quarter of idle time."""
+    linear = pytest.importorskip("cutlass_kernels.templates.linear", reason="needs nvidia-cutlass-dsl")
+    assert linear.split_of(1, n, k, 132) == split

@@ -76,6 +76,73 @@ def test_a_cpu_keeps_its_own():
     )
 
 
+class Heads(nn.Module):
+    """Layers of one input, as models have them; `other` gives v an input of its own."""
+
+    def __init__(self, bias: bool = True, other: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.other = other
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, n, bias=bias) for n in (48, 16, 32))
+        self.gate_proj, self.up_proj = (nn.Linear(96, 32, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(2 * x if self.other else x)
+        y = torch.cat((q, k, v), -1)
+        return torch.nn.functional.silu(self.gate_proj(y)) * self.up_proj(y)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_of_one_row_are_one_launch(anywhere, rows, bias):
+    m, one, two = Heads(bias).bfloat16(), torch.randn(1, 1, 64).bfloat16(), torch.randn(1, 2, 64).bfloat16()
+    named = {name: p.clone() for name, p in m.named_parameters()}
+    before = m(one), m(two)
+    undo = fast_linears(m)
+    assert torch.equal(m(two), before[1]) and not rows
+    for _ in range(2):
+        torch.testing.assert_close(m(one), before[0], atol=2e-2, rtol=2e-2)
+    assert [x.shape for x in rows] == [(1, 64), (1, 96)] * 2
+    assert m.q_proj.weight.untyped_storage().data_ptr() == m.v_proj.weight.untyped_storage().data_ptr()
+    assert m.q_proj.joint.source is None and not m.q_proj.joint.parts
+    assert {name: torch.equal(p, named[name]) for name, p in m.named_parameters()} == dict.fromkeys(named, True)
+    undo()
+    assert torch.equal(m(one), before[0]) and len(rows) == 4
+
+
+@torch.no_grad()
+def test_a_layer_with_an_input_of_its_own_computes_itself(anywhere, rows):
+    m, one = Heads(other=True).bfloat16(), torch.randn(1, 1, 64).bfloat16()
+    before = m(one)
+    fast_linears(m)
+    torch.testing.assert_close(m(one), before, atol=2e-2, rtol=2e-2)
+    assert [x.shape for x in rows] == [(1, 64), (1, 64), (1, 96)]
+
+
+@torch.no_grad()
+def test_a_weight_that_two_layers_share_stays_shared(anywhere, rows):
+    m = Heads().bfloat16()
+    m.q_proj = nn.Linear(64, 16).bfloat16()
+    m.q_proj.weight, m.gate_proj = m.k_proj.weight, nn.Linear(64, 32).bfloat16()
+    fast_linears(m)
+    assert m.q_proj.weight is m.k_proj.weight and m.q_proj.joint is None and m.gate_proj.joint is None
+
+
+@torch.no_grad()
+def test_torch_compile_traces_one_launch(anywhere):
+    m, one = Heads().bfloat16(), torch.randn(1, 1, 64).bfloat16()
+    fast_linears(m)
+    seen = []
+
+    def backend(graph, _):
+        seen.extend(n for n in graph.graph.nodes if "linear" in str(n.target))
+        return graph.forward
+
+    traced = torch.compile(m, fullgraph=True, dynamic=False, backend=backend)
+    assert torch.equal(traced(one), m(one)) and len(seen) == 2
+    assert m.q_proj.joint.source is None
+
+
 @pytest.mark.gpu
 @torch.no_grad()
 def test_kernels_of_the_compiler_and_ours_wait_for_each_other():
