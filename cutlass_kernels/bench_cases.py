@@ -95,7 +95,7 @@ def cases() -> list[Case]:
     out += [Case("predict", heads, 16, longest, 4096) for heads in (2, 8)]
     for heads, context in ((2, long), (8, long), (2, longest)):
         out += [Case(op, heads, 64, context, 4096) for op in ("layer_serial", "layer_prr")]
-    glm4 = ((4096, 4096), (512, 4096), (27392, 4096), (4096, 13696), (151552, 4096))  # q or o, k or v, FFN, vocabulary
+    glm4 = ((5120, 4096), (4096, 4096), (27392, 4096), (4096, 13696), (151552, 4096))  # q k v, o, FFN, vocabulary
     out += [Case("linear", n=n, k=k) for n, k in glm4]
     contexts = (16 * KI, 64 * KI)
     return out + [Case("calibrate", h, block, n, 4096) for block in (16, 64) for n in contexts for h in (2, 4)]

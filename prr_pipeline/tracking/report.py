@@ -2,9 +2,11 @@
 """Finished jobs -> one table, or a W&B report to review: their tables as text, and panels over their runs.
 
     python -m prr_pipeline.tracking.report runs/smollm2_quest/* --table
+    python -m prr_pipeline.tracking.report runs/speed/* --paper
     python -m prr_pipeline.tracking.report runs/smollm2_quest/<hash> [more jobs ...] --entity ME
 
---table prints one Markdown table over all jobs, as of a sweep, and what differs between them; nothing is sent. For a
+--table prints one Markdown table over all jobs, as of a sweep, and what differs between them; --paper the paper's
+tables, a line a model and method, synthetic queries a column a context. Nothing is sent. For a
 report the runs must have been uploaded (`wandb sync`, or tracker.mode=online). Its tables come from the jobs' own
 files, so that it says what they say. --dry-run needs no login. Needs the extra `reports` (wandb-workspaces). A job that
 is not finished is named on stderr and left out.
@@ -19,6 +21,7 @@ from typing import Any
 
 from prr_pipeline.errors import MissingInput, PrrError
 from prr_pipeline.tracking import tables
+from prr_pipeline.tracking.beside import paper_tables
 
 _METRICS = ("score", "ms_per_token")
 
@@ -79,6 +82,17 @@ def joint(jobs: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + f"\n\n{table}"
 
 
+def beside_paper(jobs: Sequence[dict[str, Any]]) -> str:
+    """The paper's tables over all jobs; what synthetic queries were timed at is a benchmark of its own a context."""
+    rows = []
+    for job in jobs:
+        length = job["config"].get("benchmark", {}).get("length")
+        for row in job["rows"]:
+            name = f"{row['benchmark']} at {length}" if tables.synthetic(row) and length else row["benchmark"]
+            rows.append({**row, "benchmark": name})
+    return paper_tables(rows)
+
+
 def _leaves(config: Any, at: str = "") -> dict[str, str]:
     """Values of a nested configuration as text, by their paths."""
     if not isinstance(config, dict):
@@ -129,6 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("jobs", nargs="+", type=Path, help="folders runs/<experiment>/<hash> with a finished evaluate")
     parser.add_argument("--table", action="store_true", help="print one table over the jobs; no W&B")
+    parser.add_argument("--paper", action="store_true", help="print the paper's tables over the jobs; no W&B")
     parser.add_argument("--project", default="prr_pipeline")
     parser.add_argument("--entity", default="", help="W&B user or team; yours when left out")
     parser.add_argument("--title", default="Predict-Reuse-Repair")
@@ -138,8 +153,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         jobs = load_finished(args.jobs)
-        if args.table:
-            print(joint(jobs))
+        if args.table or args.paper:
+            print("\n\n".join(made(jobs) for made, asked in ((joint, args.table), (beside_paper, args.paper)) if asked))
             return 0
         report = build(jobs, args.project, args.entity, args.title)
     except PrrError as error:

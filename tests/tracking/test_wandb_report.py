@@ -69,6 +69,29 @@ def test_a_table_over_jobs_names_what_differs_and_keeps_each_job_s_own_serial(tm
     assert len(cells) == 8
 
 
+def test_the_paper_s_tables_over_jobs_have_a_line_a_pair_and_a_column_a_context(tmp_path, capsys):
+    of = {"weights": "random", "size": "true", "device": "gpu", "benchmark": "locality", "task": "locality"}
+    of |= {"queries": "synthetic", "budget_tokens": 64, "seed": 7, "steps": 9, "delta": 1.5}
+    jobs = [("glm4", "quest", 32768, 3.0), ("glm4", "quest", 65536, 5.0), ("glm4", "infllm_v2", 65536, 4.0)]
+    for number, (model, dsa, length, serial) in enumerate(jobs):
+        folder = tmp_path / f"hash{number}"
+        (folder / "evaluate").mkdir(parents=True)
+        own = of | {"model": model, "dsa": dsa}
+        rows = [own | {"mode": m, "ms_per_token": ms} for m, ms in (("serial", serial), ("prr", 2.0))]
+        (folder / "config.json").write_text(json.dumps({"experiment": "speed", "benchmark": {"length": length}}))
+        (folder / "evaluate/results.json").write_text(json.dumps({"rows": rows}))
+        (folder / "evaluate/manifest.json").write_text("{}")
+    assert report.main([*map(str, sorted(tmp_path.iterdir())), "--paper"]) == 0
+    first = capsys.readouterr().out.split("###")[1].splitlines()
+    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in first if line.startswith("|")]
+    at = [i for i, c in enumerate(cells[0]) if c.startswith("locality")]
+    assert [cells[0][i] for i in at] == [f"locality at {n} (synthetic queries)" for n in (32768, 65536)]
+    assert [[row[0].split(",")[0][:4], row[0].count("quest"), *(row[i] for i in at)] for row in cells[2:]] == [
+        ["glm4", 1, "- / 1.50", "- / 2.50"],
+        ["glm4", 0, "-", "- / 2.00"],
+    ]
+
+
 @pytest.mark.parametrize("gone", ["config.json", "evaluate/manifest.json", "evaluate/results.json"])
 def test_an_unfinished_job_is_named(job, gone, capsys):
     (job / gone).unlink()
