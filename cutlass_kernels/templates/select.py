@@ -12,7 +12,7 @@ from torch import Tensor
 from cutlass_kernels import templates
 from cutlass_kernels.compile import compiled
 from cutlass_kernels.templates import common
-from cutlass_kernels.templates.topk import THREADS, RowSelect, blocks_of, shape_of, wide
+from cutlass_kernels.templates.topk import RowSelect, blocks_of, shape_of, wide
 
 
 class Select(RowSelect):
@@ -53,7 +53,7 @@ class Select(RowSelect):
         """Launch a cluster a row; the arguments are those of the op."""
         self.kernel(scores, seq_lens, block_size, sink, local, predicted, ids, position, missed, counts).launch(
             grid=[self.cluster, scores.shape[1], scores.shape[0]],
-            block=[THREADS, 1, 1],
+            block=[self.threads, 1, 1],
             cluster=[self.cluster, 1, 1],
             stream=stream,
             use_pdl=True,

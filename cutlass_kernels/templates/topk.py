@@ -11,15 +11,16 @@ from torch import Tensor
 
 from cutlass_kernels.templates import common
 
-THREADS, WARPS = 512, 16
+BINS = 2048  # of a histogram: 64 sums of 32
 CAPACITY = 65536
 DEAD = 0xFFFFFFFF  # the key of what is never taken: no block, NaN, -inf
 ABSENT = 0x7FFFFFFF
 COUNTS, CUT = 6, 7  # mbarriers after the two of each pass
+FEW = 8  # keys that are ranked one by one
 
 
 class RowSelect:
-    """One row of values per cluster of CTAs, kept in registers: THREADS * per_thread blocks a CTA.
+    """One row of values per cluster of CTAs, kept in registers: threads * per_thread blocks a CTA.
 
     A value becomes a 32-bit key, smaller is better. At most three radix passes of 11 bits each (the last two share one)
     find the key of rank K; the first that decides ends the search. A histogram has 2048 bins: the CTAs exchange 64 sums
@@ -27,15 +28,20 @@ class RowSelect:
     (st.async, counted by an mbarrier each), so that no barrier of the cluster is waited for but one at the start, which
     hides behind the loads.
 
+    All of this is bound by instructions, most of which a warp executes whatever its blocks: a CTA that has a row for
+    itself has 8 warps, not 16. Such a CTA also knows the least and the largest score at once, and lets the first digit
+    span just these: a search ends there as a rule, or with FEW blocks that share the digit.
+
     A thread owns `per_thread` consecutive blocks, so that prefix sums of what the threads take are places in an
     ascending list. Ties at the rank go to the first of them, by the same prefix sums.
     """
 
     SERVES = {"number of blocks": range(CAPACITY + 1)}
 
-    def __init__(self, cluster: int, per_thread: int, vector: bool):
-        self.cluster, self.E, self.vector = cluster, per_thread, vector
-        self.chunk = THREADS * per_thread
+    def __init__(self, cluster: int, per_thread: int, vector: bool, threads: int = 512):
+        self.cluster, self.E, self.vector, self.threads = cluster, per_thread, vector, threads
+        self.warps = threads // 32
+        self.chunk = threads * per_thread
 
     def row_signature(self, B, H):
         """A [B, H_kv, N] float32 argument; whole vectors a row when self.vector."""
@@ -51,12 +57,12 @@ class RowSelect:
         m.bins = cute.make_tensor(bins.iterator, cute.make_layout((4, 512, 3)))
         m.sums = smem.allocate_tensor(Int32, cute.make_layout((4, 16, 3)), 16)
         m.found = smem.allocate_tensor(Int32, cute.make_layout((4, 4)), 16)  # bin, count before, count; cut
-        m.warp = smem.allocate_tensor(Int32, cute.make_layout((4, WARPS // 2)), 16)
+        m.warp = smem.allocate_tensor(Int32, cute.make_layout((2, self.warps)), 16)
         zero = cute.make_rmem_tensor((4,), Int32)
         zero.fill(0)
         flat = cute.make_tensor(m.bins.iterator, cute.make_layout((4, 3 * 512)))
-        for i in range_constexpr(3):
-            cute.autovec_copy(zero, flat[None, t + i * THREADS])
+        for i in range_constexpr(3 * BINS // 4 // self.threads):
+            cute.autovec_copy(zero, flat[None, t + i * self.threads])
         found = m.found
         if t < 4:
             cute.autovec_copy(zero, found[None, t])
@@ -65,8 +71,14 @@ class RowSelect:
             absent = cute.make_rmem_tensor((4,), Int32)
             absent.fill(ABSENT)
             for i in range_constexpr(self.E // 4):
-                cute.autovec_copy(absent, m.place[None, t + i * THREADS])
-        if const_expr(self.cluster > 1):
+                cute.autovec_copy(absent, m.place[None, t + i * self.threads])
+        if const_expr(self.cluster == 1):
+            m.range = smem.allocate_tensor(Uint32, cute.make_layout((self.warps, 2)), 16)
+            m.few = smem.allocate_tensor(Uint32, cute.make_layout((FEW,)), 16)
+            few = m.few
+            if t < FEW:
+                few[t] = Uint32(DEAD)
+        else:
             C = self.cluster
             m.all_sums = smem.allocate_tensor(Int32, cute.make_layout((4, 16, C, 3)), 16)
             m.all_bins = smem.allocate_tensor(Int32, cute.make_layout((4, 8, C, 3)), 16)
@@ -136,6 +148,8 @@ class RowSelect:
         t, _, _ = cute.arch.thread_idx()
         wid = cute.arch.make_warp_uniform(t // 32)
         want, mask, shift, p, undecided = Uint32(0), Uint32(0), Int32(21), Int32(0), Boolean(True)
+        if const_expr(self.cluster == 1):
+            shift = self.narrow(key, m, t)
         while undecided:
             self.count(key, want, mask, shift, m, p)
             cute.arch.sync_threads()
@@ -149,9 +163,56 @@ class RowSelect:
             mask = mask | digit
             rest = rest - m.found[1, p]
             undecided = m.found[2, p] != rest and shift > 0
+            if const_expr(self.cluster == 1):  # noqa: SIM102
+                if undecided and m.found[2, p] <= FEW:
+                    want, rest = self.rank_few(key, want, mask, rest, m, t)
+                    mask, undecided = Uint32(0xFFFFFFFF), Boolean(False)
             shift = cutlass.max(shift - 11, 0)
             p = p + 1
         return want, mask, rest
+
+    @cute.jit
+    def narrow(self, key, m, t):
+        """Make the least key of a score 1; the shift that brings the first digit to the top of the largest.
+
+        Forced keys (0) are the largest number when 1 is subtracted, DEAD is 0 when 1 is added: neither counts.
+        """
+        low, high, range_ = key[0] - 1, key[0] + 1, m.range
+        for i in range_constexpr(1, self.E):
+            low = cutlass.min(low, key[i] - 1)
+            high = cutlass.max(high, key[i] + 1)
+        low = cute.arch.warp_redux_sync(low, kind="umin")
+        high = cute.arch.warp_redux_sync(high, kind="umax")
+        if t % 32 == 0:
+            range_[t // 32, 0] = low
+            range_[t // 32, 1] = high
+        cute.arch.sync_threads()
+        low = cute.arch.warp_redux_sync(range_[t % self.warps, 0], kind="umin")
+        high = cute.arch.warp_redux_sync(range_[t % self.warps, 1], kind="umax") - 1
+        for i in range_constexpr(self.E):
+            key[i] = key[i] - low if key[i] - 1 < Uint32(DEAD - 1) else key[i]
+        shift = 21 - Int32(cute.arch.clz(high - low if high > low else Uint32(1)))
+        return shift if shift > 0 else Int32(0)
+
+    @cute.jit
+    def rank_few(self, key, want, mask, rest, m, t):
+        """Of at most FEW blocks that agree with `want` in `mask`: the key of rank `rest`, and its rank among equals."""
+        few, found = m.few, m.found.iterator + 15
+        for i in range_constexpr(self.E):
+            if ((key[i] ^ want) & mask) == 0:
+                few[cute.arch.atomic_add(found, Int32(1))] = key[i]
+        cute.arch.sync_threads()
+        mine, less, equal = few[t % FEW], Int32(0), Int32(0)
+        four = cute.make_rmem_tensor((4,), Uint32)
+        for i in range_constexpr(FEW // 4):
+            cute.autovec_copy(cute.local_tile(few, (4,), (i,)), four)
+            for e in range_constexpr(4):
+                less = less + (Int32(1) if four[e] < mine else Int32(0))
+                equal = equal + (Int32(1) if four[e] == mine else Int32(0))
+        here = less < rest and rest <= less + equal
+        key_here = cute.arch.warp_redux_sync(mine if here else Uint32(0), kind="umax")
+        less = cute.arch.warp_redux_sync(less if here else Int32(0), kind="max")
+        return key_here, rest - less
 
     @cute.jit
     def count(self, key, want, mask, shift, m, p):
@@ -170,11 +231,13 @@ class RowSelect:
     def sum_bins(self, m, p, t):
         """Sums of 32 bins: a thread has four, eight threads share a sum."""
         four = cute.make_rmem_tensor((4,), Int32)
-        cute.autovec_copy(m.bins[None, t, p], four)
-        total = cute.arch.warp_reduction_sum(four[0] + four[1] + four[2] + four[3], threads_in_group=8)
         sums = m.sums
-        if t % 8 == 0:
-            sums[t // 8 % 4, t // 32, p] = total
+        for i in range_constexpr(BINS // 4 // self.threads):
+            quad = t + i * self.threads
+            cute.autovec_copy(m.bins[None, quad, p], four)
+            total = cute.arch.warp_reduction_sum(four[0] + four[1] + four[2] + four[3], threads_in_group=8)
+            if t % 8 == 0:
+                sums[quad // 8 % 4, quad // 32, p] = total
 
     @cute.jit
     def locate(self, rest, m, p, lane, rank):
@@ -231,8 +294,8 @@ class RowSelect:
         ids = cute.make_rmem_tensor((2,), Int32)
         ids.fill(-1)
         for i in range_constexpr(2):
-            if t + i * THREADS < predicted.shape[2]:
-                ids[i] = predicted[b, h, t + i * THREADS]
+            if t + i * self.threads < predicted.shape[2]:
+                ids[i] = predicted[b, h, t + i * self.threads]
         return ids
 
     @cute.jit
@@ -243,13 +306,13 @@ class RowSelect:
         for i in range_constexpr(2):
             at = ids[i] - rank * self.chunk
             if at >= 0 and at < self.chunk:
-                cute.arch.atomic_min(place + at, t + i * THREADS)
-        j = t + 2 * THREADS
+                cute.arch.atomic_min(place + at, t + i * self.threads)
+        j = t + 2 * self.threads
         while j < predicted.shape[2]:
             at = predicted[b, h, j] - rank * self.chunk
             if at >= 0 and at < self.chunk:
                 cute.arch.atomic_min(place + at, j)
-            j = j + THREADS
+            j = j + self.threads
 
     @cute.jit
     def taken(self, key, want, mask, m, compare):
@@ -283,18 +346,22 @@ class RowSelect:
             upto_c = scan(c, lane)
         warps = m.warp
         if lane == 31:
-            warps[wid % 2 * 2, wid // 2] = upto_a
-            warps[wid % 2 * 2 + 1, wid // 2] = upto_c
+            warps[0, wid] = upto_a
+            warps[1, wid] = upto_c
         cute.arch.sync_threads()
         before = cute.make_rmem_tensor((4,), Int32)
         total = cute.make_rmem_tensor((4,), Int32)
-        all_a, all_c, a, c = Int32(0), Int32(0), upto_a - a, upto_c - c
         four = cute.make_rmem_tensor((4,), Int32)
-        for w in range_constexpr(WARPS // 2):
-            cute.autovec_copy(warps[None, w], four)
-            a = a + (four[0] if 2 * w < wid else Int32(0)) + (four[2] if 2 * w + 1 < wid else Int32(0))
-            c = c + (four[1] if 2 * w < wid else Int32(0)) + (four[3] if 2 * w + 1 < wid else Int32(0))
-            all_a, all_c = all_a + four[0] + four[2], all_c + four[1] + four[3]
+        one_a, one_c, c_own = Int32(0), Int32(0), c
+        if lane < self.warps:
+            one_a = warps[0, lane]
+            one_c = warps[1, lane]
+        all_a = cute.arch.warp_redux_sync(one_a, kind="add")
+        a = upto_a - a + cute.arch.warp_redux_sync(one_a if lane < wid else Int32(0), kind="add")
+        all_c, c = Int32(0), Int32(0)
+        if const_expr(compare):
+            all_c = cute.arch.warp_redux_sync(one_c, kind="add")
+            c = upto_c - c_own + cute.arch.warp_redux_sync(one_c if lane < wid else Int32(0), kind="add")
         unpack(a, c, before)
         unpack(all_a, all_c, total)
         if const_expr(self.cluster > 1):
@@ -361,18 +428,18 @@ class RowSelect:
             n_lost = n_lost + (Int32(1) if not tied and absent else Int32(0))
             left = left ^ bit
         size = total[0] + cutlass.min(total[1], rest)
-        j = size + rank * THREADS + t
+        j = size + rank * self.threads + t
         while j < out.ids.shape[2]:
             out.ids[b, h, j] = Int32(-1)
             if const_expr(compare):
                 out.position[b, h, j] = Int32(-1)
-            j = j + THREADS * self.cluster
+            j = j + self.threads * self.cluster
         if const_expr(compare):
             misses = total[2] + cut
-            j = misses + rank * THREADS + t
+            j = misses + rank * self.threads + t
             while j < out.ids.shape[2]:
                 out.missed[b, h, j] = Int32(-1)
-                j = j + THREADS * self.cluster
+                j = j + self.threads * self.cluster
             if rank == 0 and t == 0:
                 out.counts[b, h, 0] = size
                 out.counts[b, h, 1] = misses
@@ -412,11 +479,13 @@ def blocks_of(tokens: Int32, block_size: Int32) -> Int32:
 
 
 def shape_of(capacity: int) -> dict[str, int]:
-    """Cluster and blocks a thread that were fastest for rows of this capacity."""
-    for most, cluster, per_thread in ((2048, 1, 4), (4096, 1, 8), (8192, 4, 4), (16384, 4, 8), (32768, 8, 8)):
+    """Cluster, blocks a thread and threads that were fastest for rows of this capacity."""
+    if capacity <= 4096:
+        return {"cluster": 1, "per_thread": 8 if capacity <= 2048 else 16, "threads": 256}
+    for most, cluster, per_thread in ((8192, 4, 4), (16384, 4, 8), (32768, 8, 8)):
         if capacity <= most:
-            return {"cluster": cluster, "per_thread": per_thread}
-    return {"cluster": 8, "per_thread": 16}
+            return {"cluster": cluster, "per_thread": per_thread, "threads": 512}
+    return {"cluster": 8, "per_thread": 16, "threads": 512}
 
 
 def wide(*rows: Tensor) -> bool:

@@ -53,9 +53,9 @@ def test_registers_hold_every_block_of_a_row(N):
 @pytest.mark.parametrize("N", (1, 7, 2048, 2049, 4096, 8191, 8192, 8193, 16384, 20000, 32768, 32769, topk.CAPACITY))
 def test_a_cluster_holds_every_block_of_a_row(N):
     shape = topk.shape_of(N)
-    assert shape["cluster"] * topk.THREADS * shape["per_thread"] >= N
+    assert shape["cluster"] * shape["threads"] * shape["per_thread"] >= N
     assert shape["per_thread"] % 4 == 0 and shape["per_thread"] <= 32  # vectors of four; bits of a mask
-    assert topk.THREADS * shape["per_thread"] < 1 << 16  # a CTA's counts fit into half an integer
+    assert shape["threads"] * shape["per_thread"] < 1 << 16  # a CTA's counts fit into half an integer
 
 
 def test_rows_that_cannot_be_read_16_bytes_at_a_time():
