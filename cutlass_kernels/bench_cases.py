@@ -17,6 +17,7 @@ from torch import Tensor
 import cutlass_kernels as ck
 from cutlass_kernels import reference
 
+CACHES = 48  # at most; where more sets are needed, they are other blocks of these
 BYTES_PER_US = 4.44e6  # read bandwidth of an H200, measured
 COLD = 150e6  # bytes between two uses of a set
 KI, DELTA = 1024, 1.5
@@ -93,7 +94,7 @@ def cases() -> list[Case]:
     out += [Case("select", heads, 16, longest, 4096) for heads in (2, 8)]
     out += [Case("select", heads, 64, longest, 4096) for heads in (2, 8)]
     out += [Case("predict", heads, 16, longest, 4096) for heads in (2, 8)]
-    for heads, context in ((2, long), (8, long), (2, longest)):
+    for heads, context in ((2, long), (4, long), (8, long), (2, longest)):
         out += [Case(op, heads, 64, context, 4096) for op in ("layer_serial", "layer_prr")]
     glm4 = ((5120, 4096), (4096, 4096), (27392, 4096), (4096, 13696), (151552, 4096))  # q k v, o, FFN, vocabulary
     out += [Case("linear", n=n, k=k) for n, k in glm4]
@@ -102,10 +103,10 @@ def cases() -> list[Case]:
 
 
 def set_count(case: Case) -> int:
-    """Sets of inputs that a case goes through."""
+    """Sets of inputs that a case goes through: as many as COLD takes, but for those that read nothing that counts."""
     if not case.floor_bytes():
         return 4
-    return int(min(48, max(4, -(-COLD // case.floor_bytes()))))
+    return max(4, int(-(-COLD // case.floor_bytes())))
 
 
 class Inputs:
@@ -126,10 +127,14 @@ class Inputs:
         return torch.randn(self.case.batch, *shape, device="cuda", dtype=self.dtype)
 
     def caches(self) -> list[tuple[Tensor, Tensor]]:
-        """K and V of each set."""
+        """K and V, of each set or of CACHES of them."""
         c = self.case
         shape = (c.kv_heads, c.blocks, c.block, c.head_dim)
-        return [(self.normal(*shape), self.normal(*shape)) for _ in range(self.sets)]
+        return [(self.normal(*shape), self.normal(*shape)) for _ in range(min(self.sets, CACHES))]
+
+    def lists(self) -> list[Tensor]:
+        """ids() for each turn through the caches."""
+        return [self.ids() for _ in range(-(-self.sets // CACHES))]
 
     def ids(self) -> Tensor:
         """[B, H, top_k] random blocks, ascending."""
@@ -187,18 +192,20 @@ def _partials(x: Inputs, n: int) -> tuple[Tensor, Tensor]:
 
 def _attention(case: Case) -> Calls:
     x = Inputs(case)
-    caches, ids, parts = x.caches(), x.ids(), _partials(x, case.top_k)
+    caches, lists, parts = x.caches(), x.lists(), _partials(x, case.top_k)
 
     def attend(i: int) -> object:
-        return ck.attend(x.q, *caches[i % x.sets], ids, x.lens, x.scale, out=parts)
+        turn, at = divmod(i % x.sets, len(caches))
+        return ck.attend(x.q, *caches[at], lists[turn], x.lens, x.scale, out=parts)
 
     def merge(i: int) -> object:
         return ck.merge(*parts, x.out)
 
     def check() -> None:
         attend(0)
-        wanted = tuple(torch.empty_like(p) for p in parts)
-        reference.attend(x.q, *caches[0], ids, x.lens, x.scale, None, *wanted)
+        wanted = torch.empty_like(parts[0]), torch.empty_like(parts[1])
+        k, v = caches[0]
+        reference.attend(x.q, k, v, lists[0], x.lens, x.scale, None, *wanted, reference.nobody(x.q), True)
         close(parts[0], wanted[0], 1e-5, "attend o")
         close(parts[1], wanted[1], 1e-5, "attend lse")
         merge(0)
@@ -234,18 +241,19 @@ def _against(A: Tensor, P: Tensor) -> ck.Selection:
 
 def _repair(case: Case) -> Calls:
     x = Inputs(case)
-    caches, A = x.caches(), x.ids()
-    P = _predicted(A, int(case.top_k * DELTA), case.missed, case.blocks)
-    picked, parts = _against(A, P), _partials(x, P.shape[2])
-    ck.attend(x.q, *caches[0], P, x.lens, x.scale, out=parts)
+    caches, lists = x.caches(), x.lists()
+    P = [_predicted(A, int(case.top_k * DELTA), case.missed, case.blocks) for A in lists]
+    picked, parts = [_against(*both) for both in zip(lists, P, strict=True)], _partials(x, P[0].shape[2])
+    ck.attend(x.q, *caches[0], P[0], x.lens, x.scale, out=parts)
 
     def call(i: int) -> object:
-        return ck.repair(x.q, *caches[i % x.sets], picked, *parts, x.lens, x.scale, out=x.out)
+        turn, at = divmod(i % x.sets, len(caches))
+        return ck.repair(x.q, *caches[at], picked[turn], *parts, x.lens, x.scale, out=x.out)
 
     def check() -> None:
         call(0)
         got = x.out[0].clone(), x.out[1].clone()
-        serial = ck.merge(*ck.attend(x.q, *caches[0], A, x.lens, x.scale), x.out)
+        serial = ck.merge(*ck.attend(x.q, *caches[0], lists[0], x.lens, x.scale), x.out)
         same(got[0], serial[0], "repair against serial")
         same(got[1], serial[1], "repair lse against serial")
 
@@ -369,34 +377,42 @@ def _predict(case: Case) -> Calls:
 
 
 def _layer(case: Case) -> Calls:
-    """Score, select, attend, merge: a serial step. The same with P, whose partials a second stream makes: prr."""
+    """Score, select, attend, merge: a serial step. With P, whose partials a second stream makes beside select: prr."""
     x = Inputs(case)
     caches, meta = x.caches(), _quest_metadata(x)
     scores = torch.empty(case.batch, case.kv_heads, case.blocks, device="cuda")
     picked = ck.Selection.empty(case.batch, case.kv_heads, case.top_k, "cuda")
+    arrived = torch.zeros(case.batch, case.kv_heads, 2, dtype=torch.int32, device="cuda")
     budget = int(case.top_k * DELTA)
     parts, fresh = _partials(x, budget), _partials(x, case.top_k)
     P: list[Tensor] = []
     side = torch.cuda.Stream()
 
-    def pick(i: int, predicted: Tensor | None) -> None:
+    def score(i: int) -> None:
         ck.quest_scores(x.q, *meta[i], x.lens, case.block, out=scores)
+
+    def pick(predicted: Tensor | None = None) -> None:
         ck.select(scores, x.lens, case.block, case.top_k, predicted=predicted, out=picked)
-        ck.attend_missed(x.q, *caches[i], picked, x.lens, x.scale, out=fresh)  # without P: all of A
 
     def serial(i: int) -> object:
-        pick(i % x.sets, None)
+        i %= x.sets
+        score(i)
+        pick()
+        ck.attend_missed(x.q, *caches[i], picked, x.lens, x.scale, out=fresh)  # without P: all of A
         return ck.merge(*fresh, x.out)
 
     def prr(i: int) -> object:
         i %= x.sets
         main = torch.cuda.current_stream()
+        score(i)
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            ck.attend(x.q, *caches[i], P[i], x.lens, x.scale, out=parts)
-        pick(i, P[i])
-        main.wait_stream(side)  # only the merge needs the partials of P
-        return ck.merge_repaired(picked, *parts, *fresh, x.out)
+            ck.attend(x.q, *caches[i], P[i], x.lens, x.scale, out=parts, arrived=arrived)
+        pick(P[i])
+        ck.repair(x.q, *caches[i], picked, *parts, x.lens, x.scale, out=x.out, arrived=arrived)
+        if i == x.sets - 1 or not torch.cuda.is_current_stream_capturing():  # as at the end of a decode step
+            main.wait_stream(side)
+        return x.out
 
     for i in range(x.sets):  # a hit rate of .95
         serial(i)

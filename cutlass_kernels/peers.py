@@ -84,12 +84,13 @@ def plain_torch(case: Case, timer: Timer) -> dict[str, float]:
         return {"torch_us": _replay(case)}
     x = Inputs(case)
     if case.op == "serial_attention":
-        caches, ids = x.caches(), x.ids()[0].long()
+        caches, lists = x.caches(), [ids[0].long() for ids in x.lists()]
         heads = torch.arange(case.kv_heads, device="cuda")[:, None]
         q = x.q.view(1, case.kv_heads, case.group, case.head_dim)
 
         def call(i: int) -> object:
-            keys, values = (c[0][heads, ids].flatten(1, 2)[None] for c in caches[i % x.sets])
+            turn, at = divmod(i % x.sets, len(caches))
+            keys, values = (c[0][heads, lists[turn]].flatten(1, 2)[None] for c in caches[at])
             return torch.nn.functional.scaled_dot_product_attention(q, keys, values)
 
         return {"torch_us": timer(call, x.sets)}

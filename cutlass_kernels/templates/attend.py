@@ -7,6 +7,9 @@ its unnormalised partial around, a slice of the columns to each (stores that cou
 each folds the tiles of its slice, in their order.
 
 The bits of a partial depend on q, the block and the scale only.
+
+With `arrived` (see arrivals.py) it counts what is there. In mode AHEAD it runs beside the kernel in front on its
+stream, and relies on its having waited, before it started this one, for everything that is read here.
 """
 
 import cuda.bindings.driver as cuda
@@ -17,19 +20,22 @@ from cutlass.memory import SmemAllocator
 
 from cutlass_kernels import templates
 from cutlass_kernels.compile import compiled
+from cutlass_kernels.templates.arrivals import Arrivals
 from cutlass_kernels.templates.common import fake, syms
 from cutlass_kernels.templates.tile import Tile
 
+AHEAD = -1  # as ALL, without a wait for the kernel in front: for what is counted
 ALL = 0  # every listed block
 FRESH = 1  # the same, for a merge right behind: padding gets lse = -inf without an o
 MISSED = 2  # as FRESH, but blocks whose position is not negative are left alone
 
 
-class Attend(Tile):
-    """See the module, and Tile."""
+class Attend(Tile, Arrivals):
+    """See the module. Parameters: those of Tile, and with `arrived` or not."""
 
-    def __init__(self, dtype: str, head_dim: int, group: int, block: int, paged: bool):
+    def __init__(self, dtype: str, head_dim: int, group: int, block: int, paged: bool, beside: bool = False):
         super().__init__(dtype, head_dim, group, block, paged)
+        self.beside = beside
         self.folders = self.WARPS // self.tiles  # warps of a CTA that fold, each the columns of one warp
         self.crowd = 5 if self.per * self.halves <= 4 else 4  # CTAs on an SM: bounds a thread's registers, spills none
         self.words = self.halves * self.nt // 2 + 1  # of 16 bytes that a thread sends
@@ -50,6 +56,7 @@ class Attend(Tile):
             fake(Float32, (B, H, N, G), 4),
             Int32(0),
             Float32(1.0),
+            fake(Int32, (B, H, 2), 4) if self.beside else None,
         )
 
     @cute.jit
@@ -66,13 +73,32 @@ class Attend(Tile):
         lse: cute.Tensor,
         mode: Int32,
         scale: Float32,
+        arrived,
         stream: cuda.CUstream,
     ):
         """Launch."""
-        mma, tma_k, gk, tma_v, gv, room = self.plan(k, v)
+        tma_k, gk, room = self.source(k, self.D, 1)
+        tma_v, gv, _ = self.source(v, self.D, 1)
+        mma = self.plan()
         tiles = cute.ceil_div(ids.shape[2], self.per) * self.tiles
         self.kernel(
-            q, tma_k, gk, tma_v, gv, ids, position, seq_lens, table, o, lse, mode, scale, mma, room, k.shape[2]
+            q,
+            tma_k,
+            gk,
+            tma_v,
+            gv,
+            ids,
+            position,
+            seq_lens,
+            table,
+            o,
+            lse,
+            mode,
+            scale,
+            arrived,
+            mma,
+            room,
+            k.shape[2],
         ).launch(
             grid=[tiles, ids.shape[1], ids.shape[0]],
             block=[self.WARPS * 32, 1, 1],
@@ -99,6 +125,7 @@ class Attend(Tile):
         lse: cute.Tensor,
         mode: Int32,
         scale: Float32,
+        arrived,
         mma: cute.TiledMma,
         room: cute.ComposedLayout,
         slots: Int32,
@@ -109,30 +136,31 @@ class Attend(Tile):
         wid = cute.arch.make_warp_uniform(t // 32)
         lane = t % 32
         smem = SmemAllocator()
-        sK = smem.allocate_tensor(self.dtype, room.outer, 1024, swizzle=room.inner)
-        sV = smem.allocate_tensor(self.dtype, room.outer, 1024, swizzle=room.inner)
+        sK = smem.allocate_tensor(self.dtype, room.outer, 1024, swizzle=room.inner)[None, None, None, 0]
+        sV = smem.allocate_tensor(self.dtype, room.outer, 1024, swizzle=room.inner)[None, None, None, 0]
         sP = smem.allocate_tensor(Uint32, cute.make_layout((4, 32, 2, self.WARPS)), 16)
         sML = smem.allocate_tensor(Float32, cute.make_layout((2, 16, self.WARPS)), 16)
-        arrived = smem.allocate_array(Int64, 2)  # the tile; what the others of the cluster send
+        full = smem.allocate_array(Int64, 2)  # the tile; what the others of the cluster send
         if t == 0:
             cute.nvgpu.cpasync.prefetch_descriptor(tma_k)
             cute.nvgpu.cpasync.prefetch_descriptor(tma_v)
-            cute.arch.mbarrier_init(arrived, 1)
-            cute.arch.mbarrier_init(arrived + 1, 1)
+            cute.arch.mbarrier_init(full, 1)
+            cute.arch.mbarrier_init(full + 1, 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if const_expr(self.tiles > 1):
             cute.arch.cluster_arrive_relaxed()  # the wait stands before the first store into another CTA
 
-        cute.arch.griddepcontrol_wait()
+        if mode != AHEAD:
+            cute.arch.griddepcontrol_wait()
         # early: what is behind this gets room only when the last CTA has, and then its start costs nothing
         cute.arch.griddepcontrol_launch_dependents()
         first, tile = cx // self.tiles * self.per, cx % self.tiles
         slot, alive = self.peek(ids, position, table, slots, seq_lens[b], mode, b, h, first + lane % self.per)
         if wid == 0:
             source = (tma_k, k, tma_v, v, (b * ids.shape[1] + h) * slots)
-            self.fetch(source, sK, sV, arrived, slot, alive, tile, lane)
-        qf = self.load_q(q, b, h, lane, mma)
+            self.fetch(source, sK, sV, full, slot, alive, tile, 0, lane)
+        qf = self.load_q(q, b, h * self.G, self.G, lane, mma)
         live = cute.make_rmem_tensor((self.per,), Int32)
         work = Boolean(False)
         for s in range_constexpr(self.per):
@@ -140,22 +168,27 @@ class Attend(Tile):
             work = work | (live[s] > 0)
         state = self.partial()
         self.clear(state)
-        cute.arch.mbarrier_wait(arrived, 0)
+        cute.arch.mbarrier_wait(full, 0)
         if work:  # the same for all threads
             self.tile(sK, sV, sP, sML, live, tile, qf, scale, state, mma, wid, lane)
         if const_expr(self.tiles > 1):
             inbox = smem.allocate_tensor(Float32, cute.make_layout((4, self.words, 32, self.folders, self.tiles)), 16)
-            self.exchange(state, inbox, arrived + 1, work, tile, wid, lane, t)
+            self.exchange(state, inbox, full + 1, work, tile, wid, lane, t)
         part = tile * self.folders + wid  # whose columns this warp has now
         if wid < self.folders:
             log = cute.make_rmem_tensor((2,), Float32)
             x = cute.make_rmem_tensor((2, 2, self.nt), Float32)
             for s in range_constexpr(self.per):
-                if live[s] > 0 or (live[s] == 0 and mode == ALL):
+                if live[s] > 0 or (live[s] == 0 and mode <= ALL):
                     self.normalise(state, s, log, x)
                     self.write(o, lse, b, h, first + s, log, x, part, lane)
-                if live[s] == 0 and mode != ALL and lane < self.G and part == 0:
+                if live[s] == 0 and mode > ALL and lane < self.G and part == 0:
                     lse[b, h, first + s, lane] = -Float32.inf
+        if const_expr(self.beside):
+            cute.arch.sync_threads()
+            if t == 0:
+                units = cutlass.min(self.per, ids.shape[2] - first) * (self.UNITS // self.tiles)
+                self.report(arrived[b, h, None], units)
 
     @cute.jit
     def peek(self, ids, position, table, slots, length, mode, b, h, n):
@@ -171,12 +204,12 @@ class Attend(Tile):
         return slot, live
 
     @cute.jit
-    def exchange(self, state, inbox, arrived, work, tile, wid, lane, t):
+    def exchange(self, state, inbox, full, work, tile, wid, lane, t):
         """Send this tile's state around the cluster; the folding warps get a block's, of their columns."""
         M, L, out = state
         four = cute.make_rmem_tensor((4,), Float32)
         if t == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(arrived, 16 * self.words * 32 * self.WARPS)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, 16 * self.words * 32 * self.WARPS)
         cute.arch.cluster_wait()
         if work:  # the same for the whole cluster
             for i in range_constexpr(self.words):
@@ -184,9 +217,9 @@ class Attend(Tile):
                 bits = cute.recast_tensor(four, Int32)
                 to = inbox[None, i, lane, wid % self.folders, tile].iterator
                 value = (bits[0], bits[1], bits[2], bits[3])
-                cute.arch.store_async_dsmem(to, value, arrived, wid // self.folders)
+                cute.arch.store_async_dsmem(to, value, full, wid // self.folders)
             if wid < self.folders:
-                cute.arch.mbarrier_wait(arrived, 0)
+                cute.arch.mbarrier_wait(full, 0)
                 one = self.partial()
                 self.clear(state)
                 for source in range_constexpr(self.tiles):
@@ -227,25 +260,29 @@ class Attend(Tile):
                     lse[b, h, n, g] = log[half]
 
 
-def launch(q, k, v, ids, position, seq_lens, page_table, o, lse, mode, scale, op="attend"):
+def launch(q, k, v, ids, position, seq_lens, page_table, o, lse, mode, scale, op="attend", arrived=None):
     """Partials of `ids` into o and lse; `position` is read in mode MISSED only."""
     B, H, S, T, D = k.shape
     G = q.shape[1] // H
     asked = {"dtype": q.dtype, "head size": D, "block size": T, "query heads a KV head": G}
     templates.serve(op, q, Attend.SERVES, asked)
-    templates.contiguous(op, ids=ids, position=position, seq_lens=seq_lens, page_table=page_table, lse=lse)
+    small = {"ids": ids, "position": position, "seq_lens": seq_lens, "page_table": page_table, "lse": lse}
+    templates.contiguous(op, **small, arrived=arrived)
     templates.door(op, q=q, k=k, v=v, o=o)
     if ids.numel() == 0:
         return
     if k.numel() == 0:  # a cache without slots: all ids are padding
         o.zero_()
         lse.fill_(float("-inf"))
+        if arrived is not None:
+            arrived[..., 0] += Attend.UNITS * ids.shape[2]
         return
-    paged = page_table is not None
-    kernel = compiled(Attend, dtype=templates.name(q.dtype), head_dim=D, group=G, block=T, paged=paged)
-    kernel(q, k, v, ids, position, seq_lens, page_table, o, lse, mode, scale)
+    params = {"head_dim": D, "group": G, "block": T, "paged": page_table is not None, "beside": arrived is not None}
+    kernel = compiled(Attend, dtype=templates.name(q.dtype), **params)
+    kernel(q, k, v, ids, position, seq_lens, page_table, o, lse, mode, scale, arrived)
 
 
-def attend(q, k, v, ids, seq_lens, scale, page_table, o, lse):
+def attend(q, k, v, ids, seq_lens, scale, page_table, o, lse, arrived, waits):
     """The op."""
-    launch(q, k, v, ids, ids, seq_lens, page_table, o, lse, ALL, scale)
+    arrived, mode = arrived if arrived.numel() else None, ALL if waits else AHEAD
+    launch(q, k, v, ids, ids, seq_lens, page_table, o, lse, mode, scale, arrived=arrived)

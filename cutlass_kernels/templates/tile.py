@@ -2,9 +2,10 @@
 """Tile: what every kernel that computes partials shares, so that a block's partial has the same bits in all of them.
 
 4 warps work on a tile of 64 tokens: 4 blocks of 16, 2 of 32, one of 64, or a part of a longer one. Each warp scores 16
-tokens; probabilities cross warps through shared memory, as the sum of two half-precision numbers, so that a partial is
-as good as float32 arithmetic; then each warp makes a quarter of the columns. The G query heads are the 16 rows of the
-MMA. Tiles come by TMA. Sums of products are written as fma: the compiler must not choose which product is rounded.
+tokens; probabilities are the sum of two half-precision numbers, so that a partial is as good as float32 arithmetic; p v
+is a sum of 16 tokens at a time, and such sums are weighed and added in the order of the tokens. Which warp makes a
+column, and which row of the MMA is whose query, changes no bit. Tiles come by TMA. Sums of products are written as fma:
+the compiler must not choose which product is rounded.
 """
 
 import cutlass
@@ -35,22 +36,26 @@ class Tile:
         self.rows = min(block, self.TILE)  # tokens of a block in a tile
         self.share = self.rows // 16  # warps that score a block
         self.halves = 1 if group <= 8 else 2  # of the 16 MMA rows, those that hold a query
+        self.cols = head_dim  # columns of V that a CTA loads
         self.width = head_dim // self.WARPS  # columns of the output that a warp makes
         self.nt = self.width // 8
-        self.bytes = 2 * self.rows * head_dim * 2  # of a block's K and V in a tile
 
     @cute.jit
-    def plan(self, k: cute.Tensor, v: cute.Tensor):
-        """The MMA, the TMA copies of K and V, and the layout of a tile in shared memory."""
-        # x4 ldmatrix wants 16 rows of B: two n-tiles at a time
-        mma = cute.make_tiled_mma(warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)), permutation_mnk=(16, 16, 16))
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        room = cute.tile_to_shape(atom, (self.rows, self.D, self.per), order=(0, 1, 2))
-        one = cute.tile_to_shape(atom, (self.rows, self.D), order=(0, 1))
+    def plan(self):
+        """The MMA. x4 ldmatrix wants 16 rows of B: two n-tiles at a time."""
+        return cute.make_tiled_mma(warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)), permutation_mnk=(16, 16, 16))
+
+    @cute.jit
+    def source(self, x: cute.Tensor, cols: cutlass.Constexpr, stages: cutlass.Constexpr):
+        """The TMA copy of `cols` columns of K or V, and the layout of the tiles in shared memory."""
+        kind = warpgroup.SmemLayoutAtomKind
+        atom = {16: kind.K_SW32, 32: kind.K_SW64}.get(cols, kind.K_SW128)
+        atom = warpgroup.make_smem_layout_atom(atom, self.dtype)
+        room = cute.tile_to_shape(atom, (self.rows, cols, self.per, stages), order=(0, 1, 2, 3))
+        one = cute.tile_to_shape(atom, (self.rows, cols), order=(0, 1))
         load = cpasync.CopyBulkTensorTileG2SOp()
-        tma_k, gk = cpasync.make_tiled_tma_atom(load, self.tokens_first(k), one, (self.rows, self.D))
-        tma_v, gv = cpasync.make_tiled_tma_atom(load, self.tokens_first(v), one, (self.rows, self.D))
-        return mma, tma_k, gk, tma_v, gv, room
+        tma, g = cpasync.make_tiled_tma_atom(load, self.tokens_first(x), one, (self.rows, cols))
+        return tma, g, room
 
     @cute.jit
     def tokens_first(self, x: cute.Tensor):
@@ -75,21 +80,21 @@ class Tile:
         return slot if valid else Int32(0), live if valid else Int32(0)
 
     @cute.jit
-    def fetch(self, source, sK, sV, full, slot, live, tile, lane):
+    def fetch(self, source, sK, sV, full, slot, live, tile, part, lane):
         """A warp starts the copies of a tile. Lane s < per holds slot and live tokens of its block s.
 
-        source: both copies, and the first block of this head in the cache.
+        source: both copies, and the first block of this head in the cache. part: which `cols` columns of V.
         """
         tma_k, k, tma_v, v, start = source
         some = live > tile * self.TILE and lane < self.per
         wanted = cute.arch.popc(cute.arch.vote_ballot_sync(some))
         if lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(full, wanted * self.bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, wanted * (2 * self.rows * (self.D + self.cols)))
         for s in cutlass.range(self.per, unroll=1):
             from_ = cute.arch.make_warp_uniform(cute.arch.shuffle_sync(slot, s))
             if cute.arch.shuffle_sync(live, s) > tile * self.TILE:  # a whole warp: a TMA copy elects its lane
-                for tma, g, x in ((tma_k, k, sK), (tma_v, v, sV)):
-                    tiles = cute.local_tile(g[None, None, start + from_], (self.rows, self.D), (None, 0))
+                for tma, g, x, cols, at in ((tma_k, k, sK, self.D, 0), (tma_v, v, sV, self.cols, part)):
+                    tiles = cute.local_tile(g[None, None, start + from_], (self.rows, cols), (None, at))
                     to, src = cpasync.tma_partition(
                         tma,
                         0,
@@ -100,17 +105,17 @@ class Tile:
                     cute.copy(tma, src[None, tile], to, tma_bar_ptr=full)
 
     @cute.jit
-    def load_q(self, q, b, h, lane, mma):
-        """The group's queries as A fragments; rows beyond G are zero."""
+    def load_q(self, q, b, head, count, lane, mma):
+        """The queries of `count` heads, from `head` on, as A fragments; rows without a query are zero."""
         r, c = lane // 4, lane % 4
         qf = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_A((16, self.D)), self.dtype)
         words = cute.make_tensor(cute.recast_tensor(qf, Uint32).iterator, cute.make_layout((2, 2, self.D // 16)))
         words.fill(0)
         pair = cute.make_rmem_tensor((2,), self.dtype)
         for half in range_constexpr(self.halves):
-            if r + half * 8 < self.G:
+            if r + half * 8 < count:
                 for i in range_constexpr(self.D // 8):
-                    row = q[b, h * self.G + half * 8 + r, None]
+                    row = q[b, head + half * 8 + r, None]
                     cute.autovec_copy(cute.local_tile(row, (2,), (i * 4 + c,)), pair)
                     words[half, i % 2, i // 2] = cute.recast_tensor(pair, Uint32)[0]
         return qf
@@ -170,9 +175,64 @@ class Tile:
         return acc, m, total
 
     @cute.jit
+    def blank(self, rows, live, lane):
+        """A warp's 16 rows of V, of which the first `live` hold tokens: 0 * NaN is NaN, so the others become zeros."""
+        if live < 16:
+            zero = cute.make_rmem_tensor((8,), self.dtype)
+            zero.fill(0.0)
+            for i in range_constexpr(self.cols // 16):
+                if lane // 2 >= live:
+                    cute.autovec_copy(zero, cute.local_tile(rows[lane // 2, None], (8,), (2 * i + lane % 2,)))
+            cute.arch.fence_proxy("async.shared", space="cta")  # before the copy engine writes here again
+            cute.arch.sync_warp()
+
+    @cute.jit
+    def split(self, acc):
+        """Probabilities = high + low, as A fragments: (4, 2) words, the high ones first."""
+        p = cute.make_tensor(acc.iterator, cute.make_layout((8,)))
+        split = cute.make_rmem_tensor((8, 2), self.dtype)
+        rest = cute.make_rmem_tensor((8,), Float32)
+        split[None, 0].store(p.load().to(self.dtype))
+        rest.store(p.load() - split[None, 0].load().to(Float32))
+        split[None, 1].store(rest.load().to(self.dtype))
+        return cute.recast_tensor(split, Uint32)
+
+    @cute.jit
+    def weights(self, ml, factor):
+        """Maximum and sum of a block, whose warps have theirs in ml (2, share); their weights into factor (share,)."""
+        top = -Float32.inf
+        for w in range_constexpr(self.share):
+            top = cute.arch.fmax(top, ml[0, w])
+        base = top if top > -Float32.inf else Float32(0.0)
+        total = Float32(0.0)
+        for w in range_constexpr(self.share):
+            factor[w] = cute.arch.exp2(ml[0, w] - base)
+            total = cute.math.fma(factor[w], ml[1, w], total)
+        return top, total
+
+    @cute.jit
+    def weigh(self, p, rows, columns: cutlass.Constexpr, part, at, mma, lane):
+        """The part-th `columns` columns of p v, for the at-th 16 rows of V: (2, 2, columns / 8). p: see split."""
+        thr = mma.get_slice(lane)
+        load = cute.make_tiled_copy_B(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype), mma)
+        values = cute.make_tensor(rows.iterator, cute.select(rows.layout, mode=[1, 0]))
+        values = cute.local_tile(values, (columns, 16), (part, at))
+        vf = thr.make_fragment_B(thr.partition_B(values))
+        cute.copy(load, load.get_slice(lane).partition_S(values), load.get_slice(lane).retile(vf))
+        acc = cute.make_rmem_tensor(((2, 2), 1, columns // 8), Float32)
+        pf = cute.make_rmem_tensor(thr.partition_shape_A((16, 16)), self.dtype)
+        words = cute.make_tensor(cute.recast_tensor(pf, Uint32).iterator, cute.make_layout((4,)))
+        acc.fill(0.0)
+        for x in range_constexpr(1, -1, -1):  # the low parts first
+            cute.autovec_copy(p[None, x], words)
+            cute.gemm(mma, acc, pf[None, None, 0], vf[None, None, 0], acc)
+        return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, columns // 8)))
+
+    @cute.jit
     def tile(self, sK, sV, sP, sML, lives, tile, qf, scale, state, mma, wid, lane):
         """Partials of a tile's blocks, this warp's columns of them, into `state` (see partial).
 
+        Each warp scores 16 tokens, and then makes a quarter of the columns: p crosses warps through shared memory.
         sK, sV: (rows, D, per). lives: live tokens of each block, none where <= 0.
         """
         r, c = lane // 4, lane % 4
@@ -181,24 +241,10 @@ class Tile:
         for s in range_constexpr(1, self.per):  # an index that is not constant would put registers into memory
             own = lives[s] if wid // self.share == s else own
         first = tile * self.TILE + wid % self.share * 16
-        if own < first + 16:  # 0 * NaN is NaN: rows without a token become zeros
-            zero = cute.make_rmem_tensor((8,), self.dtype)
-            zero.fill(0.0)
-            for i in range_constexpr(self.D // 16):
-                if first + lane // 2 >= own:
-                    row = sV[wid % self.share * 16 + lane // 2, None, wid // self.share]
-                    cute.autovec_copy(zero, cute.local_tile(row, (8,), (2 * i + lane % 2,)))
-            cute.arch.fence_proxy("async.shared", space="cta")  # before the copy engine writes here again
+        rows = cute.local_tile(sV[None, None, wid // self.share], (16, self.D), (wid % self.share, 0))
+        self.blank(rows, own - first, lane)
         acc, m, total = self.scores(sK, own, first, qf, scale, mma, wid, lane)
-
-        # p = high + low, as A fragments
-        p = cute.make_tensor(acc.iterator, cute.make_layout((8,)))
-        split = cute.make_rmem_tensor((8, 2), self.dtype)
-        rest = cute.make_rmem_tensor((8,), Float32)
-        split[None, 0].store(p.load().to(self.dtype))
-        rest.store(p.load() - split[None, 0].load().to(Float32))
-        split[None, 1].store(rest.load().to(self.dtype))
-        words = cute.recast_tensor(split, Uint32)
+        words = self.split(acc)
         for x in range_constexpr(2):
             cute.autovec_copy(words[None, x], sP[None, lane, x, wid])
         if c == 0:
@@ -207,42 +253,21 @@ class Tile:
                 sML[1, r + 8 * half, wid] = total[half]
         cute.arch.sync_threads()
 
-        thr = mma.get_slice(lane)
-        load = cute.make_tiled_copy_B(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), self.dtype), mma)
-        factor = cute.make_rmem_tensor((2, self.WARPS), Float32)
+        factor = cute.make_rmem_tensor((self.share, 2, self.per), Float32)
         for block in range_constexpr(self.per):
             for half in range_constexpr(self.halves):
-                top = -Float32.inf
-                for w in range_constexpr(block * self.share, (block + 1) * self.share):
-                    top = cute.arch.fmax(top, sML[0, r + 8 * half, w])
-                base = top if top > -Float32.inf else Float32(0.0)
-                sum_ = Float32(0.0)
-                for w in range_constexpr(block * self.share, (block + 1) * self.share):
-                    factor[half, w] = cute.arch.exp2(sML[0, r + 8 * half, w] - base)
-                    sum_ = cute.math.fma(factor[half, w], sML[1, r + 8 * half, w], sum_)
-                M[half, block] = top
-                L[half, block] = sum_
+                ml = cute.local_tile(sML[None, r + 8 * half, None], (2, self.share), (0, block))
+                M[half, block], L[half, block] = self.weights(ml, factor[None, half, block])
         out.fill(0.0)
-        tmp = cute.make_rmem_tensor(((2, 2), 1, self.nt), Float32)
-        flat = cute.make_tensor(tmp.iterator, cute.make_layout((2, 2, self.nt)))
-        pf = cute.make_rmem_tensor(thr.partition_shape_A((16, 16)), self.dtype)
-        pw = cute.make_tensor(cute.recast_tensor(pf, Uint32).iterator, cute.make_layout((4,)))
         for w in range_constexpr(self.WARPS):
             block = const_expr(w // self.share)
-            rows = sV[None, None, block]
-            values = cute.make_tensor(rows.iterator, cute.select(rows.layout, mode=[1, 0]))
-            values = cute.local_tile(values, (self.width, 16), (wid, w % self.share))
-            vf = thr.make_fragment_B(thr.partition_B(values))
-            cute.copy(load, load.get_slice(lane).partition_S(values), load.get_slice(lane).retile(vf))
-            tmp.fill(0.0)
-            for x in range_constexpr(1, -1, -1):  # the low parts first
-                cute.autovec_copy(sP[None, lane, x, w], pw)
-                cute.gemm(mma, tmp, pf[None, None, 0], vf[None, None, 0], tmp)
+            p = sP[None, lane, None, w]
+            x = self.weigh(p, sV[None, None, block], self.width, wid, w % self.share, mma, lane)
             for half in range_constexpr(self.halves):
                 for j in range_constexpr(self.nt):
                     for e in range_constexpr(2):
                         out[e, half, j, block] = cute.math.fma(
-                            factor[half, w], flat[e, half, j], out[e, half, j, block]
+                            factor[w % self.share, half, block], x[e, half, j], out[e, half, j, block]
                         )
 
     @cute.jit
@@ -267,7 +292,7 @@ class Tile:
         for half in range_constexpr(self.halves):
             total = L[half, block]
             empty = total == 0.0  # not of NaN: a wrong read must show, not weigh nothing
-            inv = Float32(0.0) if empty else 1.0 / total
+            inv = Float32(0.0) if empty else cute.arch.rcp_approx(total)  # of a sum with a 1 in it
             for j in range_constexpr(self.nt):
                 for e in range_constexpr(2):
                     x[e, half, j] = Float32(0.0) if empty else out[e, half, j, block] * inv

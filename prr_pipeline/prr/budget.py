@@ -3,7 +3,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,17 @@ from prr_pipeline.errors import ConfigError
 _NOISE = 1.01  # of two measurements of the same
 _NEAR = 0.03  # share of a context by which another one is the same
 DELTAS = (1.0, 1.25, 1.5, 2.0)  # what is profiled, and what hit rates are shown for
+
+
+class Schedule(NamedTuple):
+    """How a step that speculates is laid out on a GPU; it changes times, no bits.
+
+    early: attention over P starts beside the scores, not behind them (where both read much, the one delays the other).
+    halves: the exact repair is two launches, not one (which is faster where little is missed).
+    """
+
+    early: bool = True
+    halves: bool = False
 
 
 @dataclass(kw_only=True)
@@ -34,11 +45,15 @@ class BudgetPolicy(ABC):
         return False
 
     def fit(self, rows: list[dict[str, Any]]) -> None:  # noqa: B027 (most policies need none)
-        """Take a profile's rows: context (tokens), delta, select_us, attend_us."""
+        """Take a profile's rows: context (tokens), delta, select_us, attend_us; more, if both were timed together."""
 
     @abstractmethod
     def ratio(self, context: int) -> float:
         """|P| <= delta |A| at this many tokens."""
+
+    def schedule(self, context: int) -> Schedule | None:
+        """The fastest schedule, where it is known."""
+        return None
 
     def blocks(self, top_k: int, context: int) -> int:
         """Width of P. One that cannot hold A's size is no prediction of A and counts as 0."""
@@ -117,6 +132,7 @@ class Profiled(BudgetPolicy):
         self._names = ("select_us", "attend_us")  # of what is allowed, and of what a delta takes
         self._allowed: np.ndarray | None = None
         self._takes: dict[float, np.ndarray] = {}
+        self._schedules: dict[tuple[int, float], Schedule] = {}
 
     def check(self) -> None:
         """Raise ConfigError for no or wrong candidates."""
@@ -146,6 +162,9 @@ class Profiled(BudgetPolicy):
             raise ConfigError(
                 f"the profile has no rows for delta {missing or self.deltas}; run stage profile with force=true"
             )
+        self._schedules = {
+            (int(r["context"]), float(r["delta"])): Schedule(r["early"], r["halves"]) for r in rows if "early" in r
+        }
         if together:
             for c in contexts:
                 best = min(takes[c, d] for d in self.deltas if d)
@@ -173,6 +192,11 @@ class Profiled(BudgetPolicy):
         allowed = float(np.polyval(self._allowed, context / 1024))
         fits = [d for d, p in self._takes.items() if self._fits(float(np.polyval(p, context / 1024)), allowed)]
         return max(fits, default=0.0)
+
+    def schedule(self, context: int) -> Schedule | None:
+        """That of the nearest profiled context, at the delta that is taken."""
+        near = min(self._table, key=lambda c: abs(c - context))
+        return self._schedules.get((near, self.ratio(context)))
 
     def regression(self) -> dict[str, Any]:
         """Coefficients, highest power first, in us over context / 1024."""

@@ -259,10 +259,13 @@ class GraphDecoder:
         m, mode = self.method, self.mode
         selects = [mode.name != "dense" and m.selects(m.dense_layers, c) for c in contexts]
         widths = [mode.budget.blocks(m.top_k, c) if s else 0 for s, c in zip(selects, contexts, strict=True)]
+        schedules = [mode.budget.schedule(c) if w else None for w, c in zip(widths, contexts, strict=True)]
         learns = any(widths)
         return [
-            Plan(True, w, mode.repair if w else "exact", mode.all_or_nothing and w > 0, learns) if s else Plan(False)
-            for s, w in zip(selects, widths, strict=True)
+            Plan(True, w, mode.repair if w else "exact", mode.all_or_nothing and w > 0, learns, how if w else None)
+            if s
+            else Plan(False)
+            for s, w, how in zip(selects, widths, schedules, strict=True)
         ]
 
     def generate(self, sampler: Sampler, limit: int, stops: set[int]) -> Iterator[Step]:

@@ -2,10 +2,13 @@
 r"""The attention phase of a decode step on a device: one call a layer, side by side where streams allow.
 
     append
-    |-- speculate: partials = attend(P)
-    `-- main: score, select -> A
-    join; repair: merge(A: partials of A n P, and of A \ P computed now)
-    `-- learn: P of the next step, beside the linear layers; joined at the end of the step
+    |-- speculate: partials = attend(P), each counted when it is there
+    `-- main: score, select -> A; repair: merge(A: partials of A n P, and of A \ P computed now)
+    `-- learn: P of the next step, beside the linear layers
+    lanes are joined at the end of the step
+
+An edge of a graph that joins two streams costs more than a microsecond, even if nothing is left to wait for: an exact
+repair waits for the counts in memory instead, and each layer has a lane of its own, as two layers on one are joined.
 
 Nothing is allocated that another stream touches, and nothing asks the device: the phase can be captured into a CUDA
 graph and replayed with other contents. On a CPU the same calls run one after the other.
@@ -20,12 +23,14 @@ from torch import Tensor
 
 import cutlass_kernels as ck
 from prr_pipeline.models.cache import KVCache, LayerCache
+from prr_pipeline.prr.budget import Schedule
 from prr_pipeline.prr.calibration import Window
 from prr_pipeline.prr.predictor import LAST_SCORES
 
 Lane = torch.cuda.Stream | None
 Partials = tuple[Tensor, Tensor]
 
+_ONE_LAUNCH = 128  # blocks of A up to which the repair in one launch is the faster one; more of them miss more
 _WIDE = 256  # tokens of a block where all tokens are attended
 _GROUP = 64  # parts of a first merge, at most
 
@@ -36,6 +41,7 @@ class Plan:
 
     sparse: the step selects, in all layers but the method's dense ones. width: blocks of P; 0 is serial.
     repair: exact | union. all_or_nothing: any miss recomputes all of A. learns: P of the next step is predicted.
+    schedule: of what runs side by side; None is the phase's own.
     """
 
     sparse: bool
@@ -43,6 +49,7 @@ class Plan:
     repair: str = "exact"
     all_or_nothing: bool = False
     learns: bool = False
+    schedule: Schedule | None = None
 
 
 @contextmanager
@@ -68,6 +75,9 @@ class AttentionPhase:
     Args:
         cache: of all layers.
         q_heads: of the model.
+
+    Attributes:
+        schedule: of plans that have none.
     """
 
     logs = True  # ids, missed and counts hold what every step selected
@@ -87,12 +97,17 @@ class AttentionPhase:
         )
         self.theta = torch.zeros(L, B, 3, dtype=torch.float32, device=self.device)
         self.ids, self.position, self.missed, self.counts = ints(K), ints(K), ints(K), ints(2)
+        self.arrived = torch.zeros(L, B, H, 2, dtype=torch.int32, device=self.device)
         self.predicted: dict[int, Tensor] = {}
         self._ints = ints
         self._partials: dict[tuple[object, ...], Partials] = {}
+        self.schedule = Schedule(halves=K > _ONE_LAUNCH)
         self.dense = _Dense(cache, self.group)
-        lanes = (torch.cuda.Stream(self.device) if self.device.type == "cuda" else None for _ in range(2))
-        self.speculate, self.learn = lanes
+        self.learn = self._lane()
+        self.speculate = [self._lane() for _ in range(L)]
+
+    def _lane(self) -> Lane:
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def selection(self, layer: int) -> ck.Selection:
         """The buffers of A of a layer."""
@@ -161,31 +176,58 @@ class AttentionPhase:
         return out
 
     def speculative(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
-        """Attend over P beside the selection, then repair."""
-        with forked(self.speculate):
-            ready = self.attend_ahead(plan, layer, at, q, scale)
-        chosen = self.choose(plan, layer, at, q, scale)
-        return self.mend(plan, at, q, chosen, ready, scale, self.speculate)
+        """Attention over P beside the scores and the top-K, or beside the top-K alone; then repair."""
+        lane, how = self.speculate[layer], plan.schedule or self.schedule
+        counted = plan.repair == "exact" and lane is not None
+        arrived = self.arrived[layer] if counted else None
+        if not how.early:
+            self.score(layer, at, q, scale)
+        with forked(lane):
+            ready = self.attend_ahead(plan, layer, at, q, scale, arrived, waits=how.early or not counted)
+        if how.early:
+            self.score(layer, at, q, scale)
+        chosen = self.pick(plan, layer)
+        if not counted:
+            join(lane)
+        return self.mend(plan, at, q, chosen, ready, scale, arrived)
 
     def end(self, plan: Plan) -> None:
         """What a step must wait for."""
+        if plan.width:
+            for lane in self.speculate[self.method.dense_layers :]:
+                join(lane)
         if plan.learns:
             join(self.learn)
 
     def choose(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> ck.Selection:
         """Score and select; A against P."""
-        m, lens, scores = self.method, self.cache.seq_lens, self.scores[layer]
-        m.score(q, at.meta, lens, scale, scores)
-        ahead = self.ahead(plan.width)[layer]
-        return ck.select(
-            scores, lens, m.block_size, m.top_k, m.sink, m.local, predicted=ahead, out=self.selection(layer)
-        )
+        self.score(layer, at, q, scale)
+        return self.pick(plan, layer)
 
-    def attend_ahead(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Partials:
-        """Partials of P; of a union, their merge."""
+    def score(self, layer: int, at: LayerCache, q: Tensor, scale: float) -> None:
+        """Scores of all blocks."""
+        self.method.score(q, at.meta, self.cache.seq_lens, scale, self.scores[layer])
+
+    def pick(self, plan: Plan, layer: int) -> ck.Selection:
+        """A of the scores, against P."""
+        m, ahead = self.method, self.ahead(plan.width)[layer]
+        rule = (m.block_size, m.top_k, m.sink, m.local)
+        return ck.select(self.scores[layer], self.cache.seq_lens, *rule, predicted=ahead, out=self.selection(layer))
+
+    def attend_ahead(
+        self,
+        plan: Plan,
+        layer: int,
+        at: LayerCache,
+        q: Tensor,
+        scale: float,
+        arrived: Tensor | None = None,
+        waits: bool = True,
+    ) -> Partials:
+        """Partials of P, counted in `arrived` (see cutlass_kernels.attend); of a union, their merge."""
         ids = self.ahead(plan.width)[layer]
         partials = self._buffers("ahead", *ids.shape, self.group)
-        ck.attend(q, at.k, at.v, ids, self.cache.seq_lens, scale, out=partials)
+        ck.attend(q, at.k, at.v, ids, self.cache.seq_lens, scale, out=partials, arrived=arrived, waits=waits)
         if plan.repair == "exact":
             return partials
         return ck.merge(*partials, self._buffers("running", *q.shape[:2]))
@@ -202,19 +244,17 @@ class AttentionPhase:
         chosen: ck.Selection,
         ready: Partials,
         scale: float,
-        lane: Lane = None,
+        arrived: Tensor | None = None,
     ) -> Tensor:
-        """Attention over A (exact) or A u P (union), from what is computed ahead on a lane.
-
-        The exact repair needs it late: what was missed is attended first.
-        """
+        """Attention over A (exact) or A u P (union) from what was computed ahead; `arrived`: see attend_ahead."""
+        lens = self.cache.seq_lens
         if plan.repair == "union":
-            join(lane)
-            return ck.repair_union(q, at.k, at.v, chosen, *ready, self.cache.seq_lens, scale)[0]
+            return ck.repair_union(q, at.k, at.v, chosen, *ready, lens, scale)[0]
+        if not (plan.all_or_nothing or (plan.schedule or self.schedule).halves):
+            return ck.repair(q, at.k, at.v, chosen, *ready, lens, scale, out=_fresh(q), arrived=arrived)[0]
         kept = all_or_nothing(chosen) if plan.all_or_nothing else chosen
         missed = self._attend_missed(at, q, kept, scale)
-        join(lane)
-        return ck.merge_repaired(kept, *ready, *missed, _fresh(q))[0]
+        return ck.merge_repaired(kept, *ready, *missed, _fresh(q), arrived=arrived)[0]
 
     def _attend_missed(self, at: LayerCache, q: Tensor, chosen: ck.Selection, scale: float) -> Partials:
         room = self._buffers("missed", *chosen.ids.shape, self.group)

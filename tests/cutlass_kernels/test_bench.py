@@ -29,9 +29,8 @@ def test_floors_are_bytes_over_bandwidth():
 
 def test_sets_exceed_the_second_level_cache():
     for case in bench_cases.cases():
-        if case.op == "serial_attention":
-            sets = bench_cases.set_count(case)
-            assert sets == 48 or sets * case.floor_bytes() >= bench_cases.COLD
+        if case.floor_bytes():
+            assert bench_cases.set_count(case) * case.floor_bytes() >= bench_cases.COLD
 
 
 def test_a_row_has_the_published_keys():

@@ -19,12 +19,17 @@ from cutlass_kernels.templates.append import Append, AppendInfLLM
 from cutlass_kernels.templates.attend import Attend
 from cutlass_kernels.templates.linear import Linear
 from cutlass_kernels.templates.merge import Merge
+from cutlass_kernels.templates.repair import Repair
 
 SMALL = dict(dtype="bfloat16", head_dim=64, block=16, paged=False, quest=False)  # the kernel that compiles fastest
 
 
-def attend(group, block, dtype="bfloat16", head_dim=128, paged=False):
-    return Attend, dict(dtype=dtype, head_dim=head_dim, group=group, block=block, paged=paged)
+def attend(group, block, dtype="bfloat16", head_dim=128, paged=False, **other):
+    return Attend, dict(dtype=dtype, head_dim=head_dim, group=group, block=block, paged=paged, **other)
+
+
+def repair(group, block, capacity=64, **other):
+    return Repair, attend(group, block, capacity=capacity, **other)[1]
 
 
 GRID = [
@@ -35,6 +40,15 @@ GRID = [
     attend(8, 256, "float16", 64, paged=True),
     (Merge, dict(dtype="bfloat16", head_dim=128, group=16)),
     (Merge, dict(dtype="float32", head_dim=64, group=3)),
+    repair(1, 64, 512),
+    repair(4, 16, 256, paged=True),
+    repair(5, 32, 128, dtype="float16"),
+    repair(8, 16, head_dim=64),
+    repair(16, 64),
+    attend(4, 16, paged=True, beside=True),
+    attend(8, 128, beside=True),
+    (Merge, dict(dtype="bfloat16", head_dim=128, group=4, beside=True)),
+    repair(4, 64, beside=True),
     (Append, dict(SMALL, quest=True, paged=True, head_dim=128)),
     (AppendInfLLM, dict(dtype="float16", head_dim=128, block=64, paged=True, fine=32, fine_step=16, coarse=128,
                         coarse_step=64)),
@@ -70,6 +84,24 @@ def test_compiles_without_a_gpu_and_loads_from_disk(template, params, folder):
     assert again is not kernel and callable(again)
     record = json.loads(next(folder.glob("*.json")).read_text())
     assert record["template"] == template.__name__ and record["params"] == params and record["arch"] == "sm_90a"
+
+
+@pytest.mark.parametrize("capacity", Repair.CAPACITIES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", range(1, 17))
+def test_a_cta_of_repair_has_room(group, head_dim, capacity):
+    r = Repair("bfloat16", head_dim, group, 16, False, capacity)
+    assert r.heads * r.cols == r.units * r.COLS == 64 and head_dim % r.cols == 0
+    assert r.CREW == r.SETS and capacity % r.at_once == 0 and capacity % r.ROWS == 0
+    tiles = r.slots * 64 * (head_dim + r.cols) * 2
+    parts = capacity * (r.heads * (r.cols + 1) * 4 + 16) + 2900
+    assert tiles + parts < (180 if capacity == 64 else 227) * 1024 and (6 if capacity == 64 else 3) <= r.slots <= 8
+
+
+def test_repair_is_compiled_again_when_the_shared_arithmetic_changes():
+    sources = {p.name for p in kc._sources(Repair)}
+    assert sources >= {"repair.py", "missed.py", "tile.py", "tree.py", "arrivals.py"}
+    assert {p.name for p in kc._sources(Merge)} >= {"merge.py", "tree.py", "arrivals.py"}
 
 
 def test_a_kept_kernel_is_not_compiled_again(folder, builds):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """attend, merge and the repairs on a Hopper GPU: against float64, and bit for bit against each other."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attention_cases import (
@@ -249,6 +251,87 @@ def test_repair_is_serial_bit_for_bit(shape, relation):
     assert torch.equal(out, serial[0]) and torch.equal(full, serial[1])
 
 
+REPAIRS = [
+    dict(H=2, G=16, T=64, N=64, lens=(9000,)),
+    dict(H=4, G=4, T=64, N=64, B=3, lens=(7000, 3000, 40), paged=True),
+    dict(H=2, G=5, T=64, N=130, lens=(9001,), dtype=torch.float16),
+    dict(H=2, G=8, T=64, N=20, D=64, lens=(3000, 0), B=2),
+    dict(H=2, G=16, T=16, N=512, lens=(9001,)),
+    dict(H=3, G=1, T=16, N=512, B=2, lens=(9001, 33), paged=True),
+    dict(H=2, G=2, T=32, N=100, lens=(5000,), dtype=torch.float16),
+    dict(H=2, G=16, T=128, N=40, B=3, lens=(6500, 100, 5), paged=True),
+    dict(H=2, G=4, T=256, N=20, lens=(6700, 300), B=2),
+    dict(H=1, G=3, T=256, N=7, D=64, lens=(2000,), dtype=torch.float16, paged=True),
+]
+
+
+def missing(p: Problem, n: int, seed: int = 3) -> torch.Tensor:
+    """P without n blocks of each row of A = p.ids, the last one among them where n > 1, and with wasted ones."""
+    A, gen = p.ids.cpu(), torch.Generator().manual_seed(seed)
+    B, H, K = A.shape
+    P = torch.full((B, H, K + K // 2), -1, dtype=torch.int32)
+    for b in range(B):
+        for h in range(H):
+            a = A[b, h][A[b, h] >= 0]
+            drop = torch.randperm(len(a), generator=gen)
+            if n > 1:
+                drop = torch.cat((drop[drop == len(a) - 1], drop[drop < len(a) - 1]))
+            drop = drop[:n]
+            keep = torch.ones(len(a), dtype=torch.bool)
+            keep[drop] = False
+            others = sorted(set(range(-(-int(p.lens[b]) // p.k.shape[3]))) - set(a.tolist()))
+            mixed = torch.cat((a[keep], torch.tensor(others[: P.shape[2] - len(a)], dtype=torch.int32)))
+            P[b, h, torch.randperm(P.shape[2], generator=gen)[: len(mixed)]] = mixed
+    return P.cuda()
+
+
+@pytest.mark.parametrize("misses", [0, 1, 4, 5, 13, 1000])
+@pytest.mark.parametrize("shape", REPAIRS, ids=name)
+def test_repair_of_any_number_of_misses(shape, misses):
+    p = problem(**shape)
+    P = missing(p, misses)
+    o, lse = p.attend(P)
+    s = selection(p.ids, P)
+    wasted = (P[:, :, :, None] != p.ids[:, :, None]).all(3) | (P < 0)  # what A does not hold must not be read
+    o[wasted], lse[wasted] = float("nan"), float("nan")
+    serial = p.serial()
+    for _ in range(3):
+        out, full = ck.repair(p.q, p.k, p.v, s, o, lse, p.lens, p.scale, p.table, out=p.outputs())
+        assert torch.equal(out, serial[0]) and torch.equal(full, serial[1])
+
+
+def test_repair_of_ids_out_of_range():
+    p = problem(T=64, N=8, lens=(300,), paged=True)  # 5 blocks
+    wild = torch.tensor([[[0, 5, 2**31 - 1, -(2**31), -2, 4, 1 << 20, 3]] * 2], dtype=torch.int32, device="cuda")
+    p.table[0, 0, 3] = 10**6  # a slot beyond the cache
+    p = p.with_ids(wild)
+    P = torch.tensor([[[4, 2]] * 2], dtype=torch.int32, device="cuda")
+    s = ck.Selection(wild, torch.where(wild == 4, 0, -1).int(), wild, wild[..., :2].contiguous())
+    out, full = ck.repair(p.q, p.k, p.v, s, *p.attend(P), p.lens, p.scale, p.table, out=p.outputs())
+    serial = p.serial()
+    assert torch.equal(out, serial[0]) and torch.equal(full, serial[1])
+
+
+def test_repair_of_more_parts_than_a_cta_holds():
+    p = problem(T=16, N=600, H=2, G=4, lens=(12000,))
+    P = missing(p, 40)
+    out, full = ck.repair(p.q, p.k, p.v, selection(p.ids, P), *p.attend(P), p.lens, p.scale, out=p.outputs())
+    serial = p.serial()
+    assert torch.equal(out, serial[0]) and torch.equal(full, serial[1])
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_a_nan_that_a_repair_reads_shows(which):
+    p = problem(T=64, N=6, lens=(1500,), full=True)
+    P = missing(p, 3)
+    s, (o, lse) = selection(p.ids, P), p.attend(P)
+    lost = int((s.position[0, 1] < 0).nonzero()[0])
+    getattr(p, which)[0, 1, int(p.ids[0, 1, lost]), 3] = float("nan")
+    out, full = ck.repair(p.q, p.k, p.v, s, o, lse, p.lens, p.scale, out=p.outputs())
+    assert bool(out[0, -4:].isnan().all()) and not bool(out[0, :4].isnan().any())
+    assert bool(full[0, -4:].isnan().all()) == (which == "k") and not bool(full[0, :4].isnan().any())
+
+
 def test_repair_of_nothing():
     p = problem(B=2, N=5, lens=(300, 0))
     nothing = p.ids[:, :, :0].contiguous()
@@ -258,9 +341,10 @@ def test_repair_of_nothing():
         assert bool((out == 0).all()) and bool((full == -INF).all())
 
 
+@pytest.mark.parametrize("T", [16, 64, 128])
 @pytest.mark.parametrize("late", [False, True], ids=["join before repair", "join before its second half"])
-def test_repair_under_graph_replay_with_changed_contents_and_a_second_stream(late):
-    p = problem(B=2, H=2, G=16, T=64, N=24, lens=(4000, 1000))
+def test_repair_under_graph_replay_with_changed_contents_and_a_second_stream(late, T):
+    p = problem(B=2, H=2, G=16, T=T, N=24, lens=(4000, 1000))
     P = predicted(p, "random")
     o, lse = p.attend(P)
     s = ck.Selection(*(x.clone() for x in selection(p.ids, P)))
@@ -288,12 +372,12 @@ def test_repair_under_graph_replay_with_changed_contents_and_a_second_stream(lat
         step()
     gen = torch.Generator().manual_seed(11)
     for turn in range(8):  # also shorter and longer sequences than at capture
-        lens = [4000 - 500 * turn if turn % 2 else 4096, 64 * turn + 1]
+        lens = [4000 - 500 * turn if turn % 2 else 3999, 64 * turn + 1]
         p.lens.copy_(torch.tensor(lens))
         p.k.normal_()
         p.v.normal_()
         p.q.normal_()
-        blocks = [-(-n // 64) for n in lens]
+        blocks = [-(-n // T) for n in lens]
         A = random_ids(2, 2, p.ids.shape[2], blocks, gen).cuda()
         P.copy_(random_ids(2, 2, P.shape[2], blocks, gen).cuda())
         for to, x in zip(s, selection(A, P), strict=True):
@@ -302,6 +386,105 @@ def test_repair_under_graph_replay_with_changed_contents_and_a_second_stream(lat
         graph.replay()
         wanted = p.serial(A)
         assert torch.equal(out[0], wanted[0]) and torch.equal(out[1], wanted[1])
+
+
+# ------------------------------------------------------------------------------------------------ arrived
+def counters(p: Problem) -> torch.Tensor:
+    return torch.zeros(*p.k.shape[:2], 2, dtype=torch.int32, device="cuda")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=name)
+def test_attend_counts_what_arrived_and_changes_no_bit(shape):
+    p, (o, lse) = problem(**shape), problem(**shape).attend()
+    arrived, N = counters(p), p.ids.shape[2]
+    for turn in (1, 2, 3):
+        again = ck.attend(p.q, p.k, p.v, p.ids, p.lens, p.scale, p.table, arrived=arrived)
+        assert torch.equal(again[0], o) and torch.equal(again[1], lse)
+        assert bool((arrived[..., 0] == 4 * N * turn).all()) and not bool(arrived[..., 1].any())
+
+
+@pytest.mark.parametrize("listed", [0, 20, 600], ids=["nothing", "a few", "more than a CTA holds"])
+@pytest.mark.parametrize("width", [0, 30])
+def test_repair_takes_arrived_of_any_size(listed, width):
+    p = problem(B=2, T=16, N=600, H=2, G=5, lens=(12000, 90))
+    A, P = p.ids[:, :, :listed].contiguous(), p.ids[:, :, 5 : 5 + width].contiguous()
+    arrived = counters(p)
+    o, lse = ck.attend(p.q, p.k, p.v, P, p.lens, p.scale, arrived=arrived)
+    s, serial = selection(A, P), p.serial(A)
+    out, full = ck.repair(p.q, p.k, p.v, s, o, lse, p.lens, p.scale, out=p.outputs(), arrived=arrived)
+    assert torch.equal(out, serial[0]) and torch.equal(full, serial[1]) and not bool(arrived.any())
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["repair", "its halves"])
+def test_arrived_that_never_is_whole_gives_nan_and_no_hang(halves):
+    p = problem(N=6)
+    s, (o, lse), arrived = selection(p.ids, p.ids), p.attend(), counters(p)
+    arrived[..., 0] = 4 * 6 - 1
+    out, full = p.outputs()
+    out.zero_(), full.zero_()
+    if halves:
+        fresh = ck.attend_missed(p.q, p.k, p.v, s, p.lens, p.scale)
+        ck.merge_repaired(s, o, lse, *fresh, (out, full), arrived)
+    else:
+        ck.repair(p.q, p.k, p.v, s, o, lse, p.lens, p.scale, out=(out, full), arrived=arrived)
+    assert bool(out.isnan().all()) and bool(full.isnan().all())
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["repair", "its halves"])
+@pytest.mark.parametrize("T", [16, 32, 64, 128, 256])
+def test_arrived_in_place_of_joins_between_layers_of_a_graph(T, halves):
+    """Layers share the partials of P and the counters; each forks behind its own scores."""
+    layers, K, most = 3, 16, 40
+    p = problem(B=2, H=2, G=8, T=T, N=K, lens=(most * T, most * T))
+    arrived, side = counters(p), torch.cuda.Stream()
+    q = torch.randn(layers, *p.q.shape, device="cuda").to(p.q.dtype)
+    low, high = (torch.randn(layers, 2, 2, most, 128, device="cuda").to(p.q.dtype) for _ in range(2))
+    P = torch.full((layers, 2, 2, 24), -1, dtype=torch.int32, device="cuda")
+    scores = torch.empty(2, 2, most, device="cuda")
+    picked = [ck.Selection.empty(2, 2, K, "cuda") for _ in range(layers)]
+    outs = [p.outputs() for _ in range(layers)]
+    o, lse = (torch.empty(2, 2, 24, 8, *d, device="cuda") for d in ((128,), ()))
+    fresh = tuple(torch.empty(2, 2, K, 8, *d, device="cuda") for d in ((128,), ()))
+
+    def step():
+        main = torch.cuda.current_stream()
+        for i, s in enumerate(picked):
+            ck.quest_scores(q[i], low[i], high[i], p.lens, T, out=scores)
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                ck.attend(q[i], p.k, p.v, P[i], p.lens, p.scale, out=(o, lse), arrived=arrived, waits=i == 1)
+            ck.select(scores, p.lens, T, K, predicted=P[i], out=s)
+            if halves:
+                ck.attend_missed(q[i], p.k, p.v, s, p.lens, p.scale, out=fresh)
+                ck.merge_repaired(s, o, lse, *fresh, outs[i], arrived)
+            else:
+                ck.repair(q[i], p.k, p.v, s, o, lse, p.lens, p.scale, out=outs[i], arrived=arrived)
+        main.wait_stream(side)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    gen = torch.Generator().manual_seed(T)
+    p.k.normal_()
+    p.v.normal_()
+    hits = 0
+    for turn in range(50):
+        lens = [int(torch.randint(1, most * T + 1, (1,), generator=gen)) if turn else most * T for _ in range(2)]
+        p.lens.copy_(torch.tensor(lens))
+        q.normal_()
+        low.normal_()
+        for i in range(layers):
+            P[i] = random_ids(2, 2, 24, [-(-n // T) for n in lens], gen)
+            outs[i][0].fill_(float("nan"))
+        graph.replay()
+        assert not bool(arrived.any())
+        for i, s in enumerate(picked):
+            wanted = replace(p, q=q[i]).serial(s.ids)
+            assert torch.equal(outs[i][0], wanted[0]) and torch.equal(outs[i][1], wanted[1])
+            hits += int((s.position >= 0).sum())
+    assert hits > 1000
 
 
 # ------------------------------------------------------------------------------------------------ union repair

@@ -214,3 +214,47 @@ def test_the_number_of_threads_changes_no_bit_of_a_repair() -> None:
         torch.set_num_threads(before)
     assert all(same_bits(a, b) for a, b in zip(*runs, strict=True))
     assert same_bits(runs[0][0], runs[0][2])
+
+
+# ---------------------------------------------------------------------------------------------------- arrived
+@pytest.mark.parametrize("halves", [False, True])
+@examples(15)
+@given(problems(), seeds, st.integers(0, 4), st.sampled_from(("equal", "mixed", "disjoint", "empty")))
+def test_arrived_counts_the_partials_and_is_zeros_behind_the_repair(
+    halves: bool, p: Problem, seed: int, K: int, relation: str
+) -> None:
+    scores, A = choose(p, seed, K)
+    ids = given_p(p, predicted(p, A, relation, seed), 1)
+    selection = ck.select(scores, p.seq_lens, p.T, K, local=min(1, K), predicted=ids)
+    arrived = torch.zeros(p.B, p.H, 2, dtype=torch.int32)
+    o, lse = ck.attend(*p.args(), ids, *p.tail(), arrived=arrived)
+    for a, b in zip((o, lse), ck.attend(*p.args(), ids, *p.tail()), strict=True):
+        assert same_bits(a, b)
+    assert bool((arrived[..., 0] == 4 * ids.shape[2]).all()) and not bool(arrived[..., 1].any())
+    want = ck.repair(*p.args(), selection, o, lse, *p.tail())
+    if halves:
+        fresh = ck.attend_missed(*p.args(), selection, *p.tail())
+        out = ck.merge_repaired(selection, o, lse, *fresh, tuple(torch.full_like(x, NAN) for x in want), arrived)
+    else:
+        out = ck.repair(*p.args(), selection, o, lse, *p.tail(), arrived=arrived)
+    assert all(same_bits(a, b) for a, b in zip(out, want, strict=True)) and not bool(arrived.any())
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("counts", [0, 4, 16])
+def test_a_count_that_a_gpu_would_wait_for_is_refused(halves: bool, counts: int) -> None:
+    p = make(3, [40, 20], 16, H=2, G=3)
+    ids = torch.tensor([0, 1, -1], dtype=torch.int32).repeat(2, 2, 1)
+    selection = ck.select(torch.randn(2, 2, 4), p.seq_lens, 16, 2, predicted=ids)
+    arrived = torch.zeros(2, 2, 2, dtype=torch.int32)
+    o, lse = ck.attend(*p.args(), ids, *p.tail(), arrived=arrived)
+    arrived[1, 0, 0] = counts
+    before, op = arrived.clone(), "merge_repaired" if halves else "repair"
+    with pytest.raises(ValueError) as error:
+        if halves:
+            fresh = ck.attend_missed(*p.args(), selection, *p.tail())
+            ck.merge_repaired(selection, o, lse, *fresh, (torch.empty_like(p.q), torch.empty(2, 6)), arrived)
+        else:
+            ck.repair(*p.args(), selection, o, lse, *p.tail(), arrived=arrived)
+    said = f"{op}: arrived counts {counts} at [1, 0], expected 12, 4 for each of 3 partials: pass it to the attend"
+    assert str(error.value).startswith(said) and torch.equal(arrived, before)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prr_pipeline.errors import ConfigError
-from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off, Profiled, width
+from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off, Profiled, Schedule, width
 
 DELTAS = [1.0, 1.25, 1.5, 2.0]
 
@@ -64,6 +64,22 @@ def test_where_no_delta_is_safe_there_is_no_speculation() -> None:
     policy = fitted(profile({1024: 2.0, 4096: 2.0}, 10.0))
     assert [policy.ratio(c) for c in (1, 1024, 2000, 4096, 10**6)] == [0.0] * 5
     assert policy.blocks(64, 1024) == 0 and policy.active, "a longer context may have one"
+
+
+def test_the_schedule_is_that_of_the_delta_that_is_taken() -> None:
+    """delta 1.5 at 1024 tokens and 1 at 4096; between them the nearest context's rows, if they have that delta."""
+    times = [
+        {"context": c, "delta": d, "serial_us": 10.0, "prr_us": us, "early": d > 1, "halves": c > 1024}
+        for c, fast in ((1024, 1.5), (4096, 1.0))
+        for d, us in ((1.0, 9.0), (1.5, 9.0 if fast == 1.5 else 11.0))
+    ]
+    policy = Profiled(name="profiled", deltas=[1.0, 1.5])
+    policy.fit(times)
+    assert policy.ratio(1024) == 1.5 and policy.schedule(1024) == Schedule(early=True, halves=False)
+    assert policy.ratio(4096) == 1.0 and policy.schedule(4096) == Schedule(early=False, halves=True)
+    assert Fixed(name="fixed").schedule(1024) is None
+    policy.fit([{k: v for k, v in row.items() if k not in Schedule._fields} for row in times])
+    assert policy.schedule(1024) is None
 
 
 def test_slack_is_a_share_of_the_selection() -> None:

@@ -17,7 +17,7 @@ from prr_pipeline.dsa.base import SparseMethod
 from prr_pipeline.dsa.infllm_v2 import InfLLMv2
 from prr_pipeline.dsa.quest import Quest
 from prr_pipeline.prr import synthetic
-from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off
+from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off, Schedule
 from prr_pipeline.prr.engine import Mode, Step, digest
 from prr_pipeline.prr.graphs import GraphEngine, GraphOptions
 from prr_pipeline.prr.phase import AttentionPhase
@@ -85,6 +85,32 @@ def test_budgets_that_change_within_a_burst(repair: str) -> None:
     wanted = list(plain.decoder(start, of_mode, THETAS).generate(Sampler(0, 1, 0, "x"), ROOM, set()))
     assert told(run(graphs, "prr", repair=repair, budget=budget)) == told(wanted)
     assert {s.stats.layers[1].predicted for s in wanted if s.stats} == {0, 2 * 6, 2 * 9, 2 * 12}
+
+
+class Laid(Fixed):
+    """A budget whose steps are laid out as told."""
+
+    how = Schedule()
+
+    def schedule(self, context: int) -> Schedule:
+        return self.how
+
+
+def laid(how: Schedule) -> Laid:
+    budget = Laid(name="laid")
+    budget.how = how
+    return budget
+
+
+SCHEDULES = [Schedule(early, halves) for early in (True, False) for halves in (True, False)]
+
+
+@pytest.mark.parametrize("how", SCHEDULES, ids=str)
+def test_a_schedule_changes_no_bit(how: Schedule) -> None:
+    graphs = engine(tiny("llama"), QUEST)
+    plans = graphs.decoder(graphs.prefill(prompt(70), ROOM), mode("prr", budget=laid(how)), THETAS)._plans(ROOM)
+    assert {p.schedule for p in plans} == {how}
+    assert told(run(graphs, "prr", budget=laid(how))) == told(run(graphs, "prr"))
 
 
 def test_steps_that_begin_to_select_on_the_way() -> None:
@@ -221,6 +247,16 @@ def test_captured_modes_yield_the_bits_of_serial(kind: str, name: str) -> None:
             layers = [x for s in got if s.stats for x in s.stats.layers.values()]
             missed, chosen = missed + sum(x.missed for x in layers), chosen + sum(x.chosen for x in layers)
     assert 0 < missed < chosen, "there was something to repair, and something to reuse"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_METHODS)
+def test_captured_schedules_yield_the_bits_of_serial(name: str) -> None:
+    graphs = engine(on_gpu("llama"), GPU_METHODS[name], GraphOptions(8, compiled=False))
+    wanted = [(s.token, s.digest) for s in run(graphs, "serial", tokens=1500)]
+    for how in SCHEDULES:
+        got = run(graphs, "prr", tokens=1500, budget=laid(how))
+        assert [(s.token, s.digest) for s in got] == wanted, how
 
 
 @pytest.mark.gpu
