@@ -89,7 +89,11 @@ class Append(_Cache):
     ):
         """Launch."""
         self.kernel(k_new, v_new, k, v, kmin, kmax, seq_lens, table).launch(
-            grid=[k.shape[1], k.shape[0], 1], block=[64, 1, 1], stream=stream, use_pdl=True
+            grid=[k.shape[1], k.shape[0], 1],
+            block=[64, 1, 1],
+            stream=stream,
+            use_pdl=True,
+            preferred_smem_carveout=common.CARVEOUT,
         )
 
     @cute.kernel
@@ -184,6 +188,7 @@ class AppendInfLLM(_Cache):
             block=[self.GROUPS * self.pairs, 1, 1],
             stream=stream,
             use_pdl=True,
+            preferred_smem_carveout=common.CARVEOUT,
         )
 
     @cute.kernel

@@ -21,7 +21,7 @@ from cutlass.memory import SmemAllocator
 from cutlass_kernels import templates
 from cutlass_kernels.compile import compiled
 from cutlass_kernels.templates.arrivals import Arrivals
-from cutlass_kernels.templates.common import fake, syms
+from cutlass_kernels.templates.common import CARVEOUT, fake, syms
 from cutlass_kernels.templates.tile import Tile
 
 AHEAD = -1  # as ALL, without a wait for the kernel in front: for what is counted
@@ -106,7 +106,7 @@ class Attend(Tile, Arrivals):
             stream=stream,
             use_pdl=True,
             min_blocks_per_mp=self.crowd,
-            preferred_smem_carveout=100,
+            preferred_smem_carveout=CARVEOUT,
         )
 
     @cute.kernel

@@ -84,13 +84,18 @@ class InfllmScores:
         heads, batch = k1.shape[1], q.shape[0]
         base2 = scale * common.LOG2E
         self.norm(q, k1, k2, seq_lens, parts, base2, window, stride, coarse_window, coarse_stride, exact, mma).launch(
-            grid=[parts.shape[2], heads, batch], block=[NORM_WARPS * 32, 1, 1], stream=stream, use_pdl=True
+            grid=[parts.shape[2], heads, batch],
+            block=[NORM_WARPS * 32, 1, 1],
+            stream=stream,
+            use_pdl=True,
+            preferred_smem_carveout=common.CARVEOUT,
         )
         self.score(q, k1, seq_lens, parts, scores, base2, window, stride, mma).launch(
             grid=[cute.ceil_div(scores.shape[2], self.blocks), heads, batch],
             block=[SCORE_WARPS * 32, 1, 1],
             stream=stream,
             use_pdl=True,
+            preferred_smem_carveout=common.CARVEOUT,
         )
 
     # ------------------------------------------------------------------------------------------------ logits

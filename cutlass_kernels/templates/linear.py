@@ -58,7 +58,11 @@ class Linear:
         """Launch: x [M split, K], w [N split, K], bias [N] or None, y [M, N]."""
         mma = cute.make_tiled_mma(warp.MmaF16BF16Op(self.dtype, Float32, (ROWS, COLUMNS, 16)))
         self.kernel(x, w, bias, y, mma).launch(
-            grid=[ctas, 1, 1], block=[self.warps * 32, 1, 1], stream=stream, use_pdl=True
+            grid=[ctas, 1, 1],
+            block=[self.warps * 32, 1, 1],
+            stream=stream,
+            use_pdl=True,
+            preferred_smem_carveout=common.CARVEOUT,
         )
 
     @cute.kernel

@@ -75,7 +75,7 @@ class Merge(Tree, Arrivals):
             stream=stream,
             use_pdl=True,
             min_blocks_per_mp=4,  # bounds the registers
-            preferred_smem_carveout=100,
+            preferred_smem_carveout=common.CARVEOUT,
         )
 
     @cute.kernel

@@ -49,6 +49,7 @@ class Predict(RowSelect):
             cluster=[self.cluster, 1, 1],
             stream=stream,
             use_pdl=True,
+            preferred_smem_carveout=common.CARVEOUT,
         )
 
     @cute.kernel

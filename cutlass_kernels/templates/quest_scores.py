@@ -68,6 +68,7 @@ class QuestScores:
             block=[self.warps * 32, 1, 1],
             stream=stream,
             use_pdl=True,
+            preferred_smem_carveout=common.CARVEOUT,
         )
 
     @cute.kernel

@@ -28,7 +28,7 @@ from cutlass_kernels import templates
 from cutlass_kernels.compile import compiled
 from cutlass_kernels.templates import attend, merge
 from cutlass_kernels.templates.arrivals import Arrivals
-from cutlass_kernels.templates.common import fake, syms
+from cutlass_kernels.templates.common import CARVEOUT, fake, syms
 from cutlass_kernels.templates.missed import Missed
 from cutlass_kernels.templates.tree import Tree
 
@@ -125,7 +125,7 @@ class Repair(Missed, Tree, Arrivals):
             block=[self.CREW * 32, 1, 1],
             stream=stream,
             use_pdl=True,
-            preferred_smem_carveout=100,
+            preferred_smem_carveout=CARVEOUT,
         )
 
     @cute.kernel

@@ -57,6 +57,7 @@ class Select(RowSelect):
             cluster=[self.cluster, 1, 1],
             stream=stream,
             use_pdl=True,
+            preferred_smem_carveout=common.CARVEOUT,
         )
 
     @cute.kernel
