@@ -104,10 +104,17 @@ def envelope(
         "torch": torch.__version__,
         "cutlass": importlib.metadata.version("nvidia-cutlass-dsl"),
         "commit": commit or _git("rev-parse", "HEAD"),
-        "command": f"python -m {program} " + " ".join(sys.argv[1:]),
+        "command": command(program, sys.argv[1:]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "rows": rows,
     }
+
+
+def command(program: str, args: list[str]) -> str:
+    """A command as another machine can run it: without the commit, and without the folders of absolute paths."""
+    words = [Path(word).name if word.startswith("/") else word for word in args]
+    at = words.index("--commit") if "--commit" in words else len(words)
+    return " ".join(["python -m", program, *words[:at], *words[at + 2 :]])
 
 
 def measure(case: "Case", args: argparse.Namespace) -> dict:

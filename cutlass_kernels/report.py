@@ -45,11 +45,12 @@ def _shape(r: dict[str, Any]) -> list[str]:
     """Heads, block, context and budget, or the weights of a linear layer."""
     if "n" in r:
         return [f"{r['n']} x {r['k']}", "-", "-", "-"]
-    budget = _count(r["budget"]) + (f", {r['missed']} missed" if "missed" in r else "")
-    return [f"{r['q_heads']} / {r['kv_heads']}, {r['head_dim']}", str(r["block"]), _count(r["context"]), budget]
+    budget = count(r["budget"]) + (f", {r['missed']} missed" if "missed" in r else "")
+    return [f"{r['q_heads']} / {r['kv_heads']}, {r['head_dim']}", str(r["block"]), count(r["context"]), budget]
 
 
-def _count(tokens: int) -> str:
+def count(tokens: int) -> str:
+    """Tokens as tables show them: 4096, 128K."""
     if not tokens:
         return "-"
     return f"{tokens // 1024}K" if tokens % 1024 == 0 and tokens >= 16384 else str(tokens)

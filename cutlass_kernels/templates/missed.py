@@ -30,8 +30,8 @@ class Missed(Tile):
         self.halves, self.nt = 1, cols // 8  # of the rows of the MMA; a warp makes all columns
 
     @cute.jit
-    def search(self, ids, position, table, slots, length, b, h, m, lane):
-        """A warp lists the missed blocks that hold tokens, and returns how many: every warp lists the same."""
+    def search(self, ids, position, table, slots, length, b, h, m, wid, lane):
+        """A warp looks for the missed blocks that hold tokens, notes those of its own tiles, and returns how many."""
         steps = const_expr(self.capacity // 32)
         blk = cute.make_rmem_tensor((steps,), Int32)
         known = cute.make_rmem_tensor((steps,), Int32)
@@ -48,10 +48,10 @@ class Missed(Tile):
         for i in range_constexpr(steps):
             votes = cute.arch.vote_ballot_sync(live[i] > 0)
             at = count + cute.arch.popc(votes & ((Int32(1) << lane) - 1))
-            if live[i] > 0:
+            if live[i] > 0 and at // self.per % self.slots == wid:
                 missed[0, at], missed[1, at], missed[2, at] = i * 32 + lane, slot[i], live[i]
             count = count + cute.arch.popc(votes)
-        if lane < 4:  # the rest of a tile
+        if lane < 4 and (count + lane) // self.per % self.slots == wid:  # the rest of a tile
             missed[2, count + lane] = Int32(0)
         cute.arch.sync_warp()
         return count

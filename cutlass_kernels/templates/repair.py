@@ -172,7 +172,7 @@ class Repair(Missed, Tree, Arrivals):
         known = self.positions(position, b, h, t)
         source = (tma_k, k, tma_v, v, (b * ids.shape[1] + h) * slots)
         # every warp looks for itself: none waits for another
-        count = self.search(ids, position, table, slots, seq_lens[b], b, h, m, lane)
+        count = self.search(ids, position, table, slots, seq_lens[b], b, h, m, wid, lane)
         count = count if wid < self.slots else Int32(0)
         self.ask(source, m, wid, count, wid, part, lane)
         parts, last = (o[b, h, None, None, None], lse[b, h, None, None]), t == self.CREW * 32 - 1

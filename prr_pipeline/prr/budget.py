@@ -9,7 +9,9 @@ import numpy as np
 
 from prr_pipeline.errors import ConfigError
 
-_NOISE = 1.01  # of two measurements of the same
+# What rows of a profile may have: the time without speculation, with it, and the noise of two measurements of the same.
+# Whole steps come first: beside other layers' work a phase takes another time than alone.
+_TOGETHER = (("serial_step_us", "prr_step_us", 1.002), ("serial_us", "prr_us", 1.01))
 _NEAR = 0.03  # share of a context by which another one is the same
 DELTAS = (1.0, 1.25, 1.5, 2.0)  # what is profiled, and what hit rates are shown for
 
@@ -114,10 +116,11 @@ def _check_delta(key: str, value: float) -> None:
 class Profiled(BudgetPolicy):
     """The largest delta that does not lengthen a step, from a profile of this machine.
 
-    Where the profile has timed both sides of a step together (prr_us, serial_us), a delta must not take longer than the
-    step without speculation, nor longer than the best delta by more than noise. Else its attention must be done before
-    selection is. Near the profile's contexts its table decides, between them a polynomial regression of the latencies,
-    and beyond them the nearest one: polynomials that were never held against a measurement there say anything.
+    Where the profile has timed whole steps, or the attention phases of a step, with and without speculation, a delta
+    must not take longer than without, nor longer than the best delta by more than noise. Else its attention must be
+    done before selection is. Near the profile's contexts its table decides, between them a polynomial regression of the
+    latencies, and beyond them the nearest one: polynomials that were never held against a measurement there say
+    anything.
 
     deltas: the candidates. degree: of the polynomials. slack: share of the time allowed that may be exceeded.
     """
@@ -153,8 +156,8 @@ class Profiled(BudgetPolicy):
     def fit(self, rows: list[dict[str, Any]]) -> None:
         """See BudgetPolicy. Rows of other deltas than the candidates are ignored."""
         contexts = sorted({int(r["context"]) for r in rows})
-        together = bool(rows) and all("prr_us" in r for r in rows)
-        self._names = ("serial_us", "prr_us") if together else ("select_us", "attend_us")
+        timed = [names for names in _TOGETHER if rows and all(name in r for r in rows for name in names[:2])]
+        self._names = timed[0][:2] if timed else ("select_us", "attend_us")
         allowed = {int(r["context"]): float(r[self._names[0]]) for r in rows}
         takes = {(int(r["context"]), float(r["delta"])): float(r[self._names[1]]) for r in rows}
         missing = [d for d in self.deltas if d and any((c, d) not in takes for c in contexts)]
@@ -165,10 +168,10 @@ class Profiled(BudgetPolicy):
         self._schedules = {
             (int(r["context"]), float(r["delta"])): Schedule(r["early"], r["halves"]) for r in rows if "early" in r
         }
-        if together:
+        if timed:
             for c in contexts:
                 best = min(takes[c, d] for d in self.deltas if d)
-                allowed[c] = min(allowed[c], best * _NOISE)
+                allowed[c] = min(allowed[c], best * timed[0][2])
         self._table = {
             c: max((d for d in self.deltas if d and self._fits(takes[c, d], allowed[c])), default=0.0) for c in contexts
         }

@@ -6,7 +6,9 @@ that the capacity left idle shows (the paper's figure 4).
 """
 
 import logging
+import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +16,11 @@ from torch import Tensor, nn
 
 from prr_pipeline.benchmarks.locality import Locality
 from prr_pipeline.models.attention import attached, attention_modules
-from prr_pipeline.prr.budget import width
+from prr_pipeline.prr import synthetic
+from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off, Schedule, width
+from prr_pipeline.prr.engine import Mode
 from prr_pipeline.prr.graphs import GraphEngine, step_function
+from prr_pipeline.prr.sampling import Sampler
 from prr_pipeline.prr.timing import PhaseTimes, graph_us, read_bandwidth
 from prr_pipeline.prr.traffic import weight_bytes
 from prr_pipeline.stages.job import Job
@@ -31,7 +36,8 @@ def measure(job: Job, context: int, deltas: list[float]) -> tuple[list[Row], Row
     """Rows of one context by delta, and its breakdown; us a layer, TB/s.
 
     A row: select_us (scores and top-K) and attend_us (P), alone; repair_us; serial_us and prr_us, the whole attention
-    phase without and with speculation side by side; missed (blocks a KV head).
+    phase without and with speculation side by side, by the fastest schedule; missed (blocks a KV head); serial_step_us
+    and prr_step_us, whole steps.
     """
     times = _times(job, context)
     serial = times.serial()
@@ -40,19 +46,55 @@ def measure(job: Job, context: int, deltas: list[float]) -> tuple[list[Row], Row
         found = times.speculative(width(delta, job.method.top_k), job.runtime.repair)
         kept = {k: serial[k] for k in ("select_us", "serial_us")}
         rows.append({"context": context, "delta": delta, **kept, **found})
+    predict = times.predict(width(deltas[-1], job.method.top_k))
+    read = times.bytes_read()
+    del times  # its caches: the steps have theirs
+    for row, took in zip(rows, _steps(job, context, rows), strict=True):
+        row.update(took)
     last = rows[-1]
     parts = {
         "select_us": serial["select_us"],
         "attend_us": serial["attend_all_us"],
         "repair_us": last["repair_us"],
-        "predict_us": times.predict(width(deltas[-1], job.method.top_k)),
+        "predict_us": predict,
         "score_us": serial["score_us"],
         "dense_us": serial["dense_us"],
     }
-    read = times.bytes_read()
     for part in ("score", "attend", "dense"):
         parts[f"{part}_tbs"] = _tbs(read[part], parts[f"{part}_us"])
     return rows, {"context": context, **parts}
+
+
+@dataclass(kw_only=True)
+class _Laid(Fixed):
+    """A delta and how it is laid out."""
+
+    how: Schedule | None = None
+
+    def schedule(self, context: int) -> Schedule | None:
+        """The given one."""
+        return self.how
+
+
+def _steps(job: Job, context: int, rows: list[Row]) -> list[Row]:
+    """Us of a whole decode step that ends at the context, for each row: serial_step_us; prr_step_us of its delta."""
+    engine = job.engine
+    assert isinstance(engine, GraphEngine)
+    room = min(engine.how.burst + 1, context // 2)
+    weight = getattr(job.benchmark, "block_weight", Locality.block_weight)
+    start = synthetic.prefill(engine, context - room, room, job.drift(context), weight, job.cfg.seed, "profile")
+    thetas = dict.fromkeys(range(engine.layers), _THETA)
+
+    def us(name: str, budget: BudgetPolicy) -> float:
+        mode, times = Mode.build(name, job.runtime.repair, budget), []
+        for _ in range(2):  # the first replays of a graph are slower
+            steps = engine.decoder(start, mode, thetas).generate(Sampler(0, 1, 0, "profile"), room, set())
+            times.append(statistics.fmean(s.stats.ms for s in steps if s.stats) * 1e3)
+        return round(min(times), 3)
+
+    serial = us("serial", Off())
+    laid = [_Laid(name="profile", delta=r["delta"], how=Schedule(r["early"], r["halves"])) for r in rows]
+    return [{"serial_step_us": serial, "prr_step_us": us("prr", budget)} for budget in laid]
 
 
 def _times(job: Job, context: int) -> PhaseTimes:

@@ -89,6 +89,8 @@ _COLUMNS = ("paper_serial", "serial_eager", "dense", "serial", "reuse", "reuse_r
 
 def table(data: Row) -> str:
     """Markdown: ms a token by mode, a line a (model, method, context)."""
+    from cutlass_kernels import report
+
     head = ["model x method", "context", "A", *_COLUMNS, "floor", "delta", "hit %", "hidden"]
     lines = [
         f"{data['gpu']}, driver {data['driver']}, torch {data['torch']}, CuTe DSL {data['cutlass']}, commit "
@@ -100,10 +102,10 @@ def table(data: Row) -> str:
     for r in data["rows"]:
         what = f"{r['model']} ({r['weights']} weights) x {r['dsa']}"
         groups.setdefault((what, r["task"], r["context"], r["budget_tokens"]), {})[r["mode"]] = r
-    for (what, task, context, budget), modes in groups.items():
+    for (what, task, context, budget), modes in sorted(groups.items()):
         prr = modes.get("prr", {})
         name = what if task == "locality" else f"{what}, {task}"
-        cells = [name, str(context), str(budget)]
+        cells = [name, report.count(context), report.count(budget)]
         cells += [_cell(modes.get(mode, {}).get("ms_per_token")) for mode in (*_COLUMNS,)]
         cells += [_cell(modes["serial"]["floor_ms"]), _cell(prr.get("delta"))]
         hit = prr.get("hit_rate_dynamic")

@@ -68,6 +68,14 @@ def test_an_unknown_op_is_refused(capsys):
     assert "invalid choice: 'atend'" in capsys.readouterr().err
 
 
+def test_a_published_command_names_no_folder_and_no_commit():
+    said = bench.command(
+        "p", ["--ops", "merge", "--out", "/some/where/k.json", "--commit", "abc", "--refcheck", "/a/job"]
+    )
+    assert said == "python -m p --ops merge --out k.json --refcheck job"
+    assert bench.command("p", ["--commit", "abc"]) == bench.command("p", []) == "python -m p"
+
+
 def test_the_file_is_an_envelope_with_a_row_a_line(tmp_path):
     head = {"name": "kernels", "gpu": "g", "rows": None}
     rows = [{"op": "merge", "us": 2.1}, {"op": "attend", "us": 3.5}]

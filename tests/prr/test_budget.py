@@ -82,6 +82,19 @@ def test_the_schedule_is_that_of_the_delta_that_is_taken() -> None:
     assert policy.schedule(1024) is None
 
 
+def test_whole_steps_decide_where_they_were_timed() -> None:
+    """The phase alone says 2; beside other layers' work all but delta 1 lengthen the step, by more than noise."""
+    times = [
+        {"context": 1024, "delta": d, "serial_us": 10.0, "prr_us": 9.0, "serial_step_us": 5000.0, "prr_step_us": us}
+        for d, us in ((1.0, 4950.0), (1.25, 4958.0), (1.5, 4965.0), (2.0, 5001.0))
+    ]
+    assert fitted(times).ratio(1024) == 1.25
+    assert fitted([{**r, "serial_step_us": 4949.0} for r in times]).ratio(1024) == 0.0
+    phases = [{k: v for k, v in r.items() if "step" not in k} for r in times]
+    assert fitted(phases).ratio(1024) == 2.0 and set(fitted(phases).regression()) == {"serial_us", "prr_us"}
+    assert set(fitted(times).regression()) == {"serial_step_us", "prr_step_us"}
+
+
 def test_slack_is_a_share_of_the_selection() -> None:
     times = profile({1024: 10.0}, 10.0)
     assert fitted(times).ratio(1024) == 1.0

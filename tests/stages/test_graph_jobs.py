@@ -3,11 +3,15 @@
 
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import TINY, Runner, results, samples, without_times
 
+from prr_pipeline.prr.budget import Schedule
 from prr_pipeline.prr.graphs import GraphEngine, GraphOptions
+from prr_pipeline.prr.phase import AttentionPhase, Plan
+from prr_pipeline.stages import profile_gpu
 from prr_pipeline.stages.job import Job
 
 HOW = GraphOptions(burst=5, compiled=False, captured=False, linears=False)
@@ -68,3 +72,24 @@ def test_a_baseline_is_timed_after_the_modes(run: Runner, graphs: list[GraphEngi
     eager = found["serial_eager"]
     assert eager["ms_per_token"] > 0 and eager["repair"] is None and eager["tokens_equal_serial"] is None
     assert eager["dense_steps"] == 0
+
+
+def test_a_profile_times_whole_steps_of_each_delta(
+    run: Runner, graphs: list[GraphEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; each delta by its own schedule, and the cache is as it was for the next."""
+    seen = set()
+    speculative = AttentionPhase.speculative
+
+    def spied(phase: AttentionPhase, plan: Plan, *args: Any) -> Any:
+        seen.add((plan.width, plan.schedule))
+        return speculative(phase, plan, *args)
+
+    monkeypatch.setattr(AttentionPhase, "speculative", spied)
+    job = Job(run.cfg(*WORDS))
+    top_k, laid = job.method.top_k, [(1.0, Schedule(early=True)), (2.0, Schedule(early=False, halves=True))]
+    rows = profile_gpu._steps(job, 1000, [{"delta": d, **how._asdict()} for d, how in laid])
+    assert seen == {(int(d * top_k), how) for d, how in laid}
+    assert len({r["serial_step_us"] for r in rows}) == 1 and all(v > 0 for r in rows for v in r.values())
+    assert [set(r) for r in rows] == [{"serial_step_us", "prr_step_us"}] * 2
+    assert graphs[0]._arena is not None and graphs[0]._arena.length == 1000 - 1

@@ -73,7 +73,7 @@ def test_a_file_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert json.loads(out.read_text())["name"] == "decode"
     line = next(x for x in readme.read_text().splitlines() if "glm4" in x)
     assert line == (
-        "| glm4 (random weights) x quest | 131072 | 4096 | - | - | 9.00 | 7.00 | - | - | 6.80 "
+        "| glm4 (random weights) x quest | 128K | 4096 | - | - | 9.00 | 7.00 | - | - | 6.80 "
         "| 5.00 | 1.50 | 90.0 | 0.70 |"
     )
     again = readme.read_text()
