@@ -19,11 +19,11 @@ DELTAS = (1.0, 1.25, 1.5, 2.0)  # what is profiled, and what hit rates are shown
 class Schedule(NamedTuple):
     """How a step that speculates is laid out on a GPU; it changes times, no bits.
 
-    early: attention over P starts beside the scores, not behind them (where both read much, the one delays the other).
+    early: attention over P starts beside the scores, not behind them (where its reads delay theirs less than it gains).
     halves: the exact repair is two launches, not one (which is faster where little is missed).
     """
 
-    early: bool = True
+    early: bool = False
     halves: bool = False
 
 
