@@ -42,6 +42,7 @@ class Mode:
     budget: width of P by context; `off` is serial.
     all_or_nothing: any miss recomputes all of A (S1).
     calibrated: theta from calibration; else P is what the last scores say.
+    learns: P follows the scores; else it stays what the prompt's last scores made it, for one width of P only.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Mode:
     budget: BudgetPolicy
     all_or_nothing: bool = False
     calibrated: bool = False
+    learns: bool = True
 
     @classmethod
     def build(cls, name: str, repair: str, budget: BudgetPolicy) -> "Mode":
@@ -380,6 +382,6 @@ class Decoder:
             self.layer_stats[layer] = LayerStats.of(chosen, predicted, self.last_ids.get(layer), lens, method)
             self.last_ids[layer] = chosen.ids
         with self.clock("predict"):
-            if self.mode.budget.active:
+            if self.mode.budget.active and self.mode.learns:
                 state.update(self.scores, lens, self._width(self.cache.length + 1))
         return out

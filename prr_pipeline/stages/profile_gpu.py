@@ -8,7 +8,7 @@ that the capacity left idle shows (the paper's figure 4).
 import logging
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,11 +33,12 @@ Row = dict[str, Any]
 
 
 def measure(job: Job, context: int, deltas: list[float]) -> tuple[list[Row], Row]:
-    """Rows of one context by delta, and its breakdown; us a layer, TB/s.
+    """Rows of one context by delta, and its breakdown; us a layer (*_step_us: a step), TB/s.
 
     A row: select_us (scores and top-K) and attend_us (P), alone; repair_us; serial_us and prr_us, the whole attention
     phase without and with speculation side by side, by the fastest schedule; missed (blocks a KV head); serial_step_us
-    and prr_step_us, whole steps.
+    and prr_step_us, whole steps. In the breakdown, predict_us is prediction alone, and predict_step_us what a step of
+    the last row takes less without it: what of it is on the critical path, in all layers.
     """
     times = _times(job, context)
     serial = times.serial()
@@ -49,7 +50,8 @@ def measure(job: Job, context: int, deltas: list[float]) -> tuple[list[Row], Row
     predict = times.predict(width(deltas[-1], job.method.top_k))
     read = times.bytes_read()
     del times  # its caches: the steps have theirs
-    for row, took in zip(rows, _steps(job, context, rows), strict=True):
+    steps, learning = _steps(job, context, rows)
+    for row, took in zip(rows, steps, strict=True):
         row.update(took)
     last = rows[-1]
     parts = {
@@ -57,6 +59,7 @@ def measure(job: Job, context: int, deltas: list[float]) -> tuple[list[Row], Row
         "attend_us": serial["attend_all_us"],
         "repair_us": last["repair_us"],
         "predict_us": predict,
+        "predict_step_us": learning,
         "score_us": serial["score_us"],
         "dense_us": serial["dense_us"],
     }
@@ -76,8 +79,11 @@ class _Laid(Fixed):
         return self.how
 
 
-def _steps(job: Job, context: int, rows: list[Row]) -> list[Row]:
-    """Us of a whole decode step that ends at the context, for each row: serial_step_us; prr_step_us of its delta."""
+def _steps(job: Job, context: int, rows: list[Row]) -> tuple[list[Row], float]:
+    """Us of a whole decode step that ends at the context, for each row: serial_step_us; prr_step_us of its delta.
+
+    Also how much less the last row's step takes if nothing is predicted anew.
+    """
     engine = job.engine
     assert isinstance(engine, GraphEngine)
     room = min(engine.how.burst + 1, context // 2)
@@ -85,8 +91,8 @@ def _steps(job: Job, context: int, rows: list[Row]) -> list[Row]:
     start = synthetic.prefill(engine, context - room, room, job.drift(context), weight, job.cfg.seed, "profile")
     thetas = dict.fromkeys(range(engine.layers), _THETA)
 
-    def us(name: str, budget: BudgetPolicy) -> float:
-        mode, times = Mode.build(name, job.runtime.repair, budget), []
+    def us(name: str, budget: BudgetPolicy, learns: bool = True) -> float:
+        mode, times = replace(Mode.build(name, job.runtime.repair, budget), learns=learns), []
         for _ in range(2):  # the first replays of a graph are slower
             steps = engine.decoder(start, mode, thetas).generate(Sampler(0, 1, 0, "profile"), room, set())
             times.append(statistics.fmean(s.stats.ms for s in steps if s.stats) * 1e3)
@@ -94,7 +100,8 @@ def _steps(job: Job, context: int, rows: list[Row]) -> list[Row]:
 
     serial = us("serial", Off())
     laid = [_Laid(name="profile", delta=r["delta"], how=Schedule(r["early"], r["halves"])) for r in rows]
-    return [{"serial_step_us": serial, "prr_step_us": us("prr", budget)} for budget in laid]
+    found = [{"serial_step_us": serial, "prr_step_us": us("prr", budget)} for budget in laid]
+    return found, round(found[-1]["prr_step_us"] - us("prr", laid[-1], learns=False), 3)
 
 
 def _times(job: Job, context: int) -> PhaseTimes:

@@ -113,6 +113,20 @@ def test_a_schedule_changes_no_bit(how: Schedule) -> None:
     assert told(run(graphs, "prr", budget=laid(how))) == told(run(graphs, "prr"))
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_mode_that_does_not_learn_keeps_its_p(name: str) -> None:
+    plain, graphs = build(tiny("llama"), METHODS[name]), engine(tiny("llama"), METHODS[name])
+    frozen, found = replace(mode("prr"), learns=False), []
+    for one in (plain, graphs):
+        decoder = one.decoder(one.prefill(prompt(70), ROOM), frozen, THETAS)
+        found.append(list(decoder.generate(Sampler(0, 1, 0, "x"), ROOM, set())))
+    assert told(found[0]) == told(found[1])
+    learnt, wanted = run(graphs, "prr"), run(graphs, "serial")
+    assert [s.digest for s in found[1]] == [s.digest for s in wanted]
+    lost = [sum(x.missed for s in steps if s.stats for x in s.stats.layers.values()) for steps in (found[1], learnt)]
+    assert lost[0] > lost[1], "an old P misses more"
+
+
 def test_steps_that_begin_to_select_on_the_way() -> None:
     """Dense until the prompt and its answer have more blocks than top_k."""
     graphs = engine(tiny("llama"), QUEST)

@@ -78,18 +78,19 @@ def test_a_profile_times_whole_steps_of_each_delta(
     run: Runner, graphs: list[GraphEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU; each delta by its own schedule, and the cache is as it was for the next."""
-    seen = set()
+    seen: list[tuple[Any, ...]] = []
     speculative = AttentionPhase.speculative
 
     def spied(phase: AttentionPhase, plan: Plan, *args: Any) -> Any:
-        seen.add((plan.width, plan.schedule))
+        seen.append((plan.width, plan.schedule, plan.learns))
         return speculative(phase, plan, *args)
 
     monkeypatch.setattr(AttentionPhase, "speculative", spied)
     job = Job(run.cfg(*WORDS))
     top_k, laid = job.method.top_k, [(1.0, Schedule(early=True)), (2.0, Schedule(early=False, halves=True))]
-    rows = profile_gpu._steps(job, 1000, [{"delta": d, **how._asdict()} for d, how in laid])
-    assert seen == {(int(d * top_k), how) for d, how in laid}
+    rows, learning = profile_gpu._steps(job, 1000, [{"delta": d, **how._asdict()} for d, how in laid])
+    wanted = [(int(d * top_k), how, True) for d, how in laid]
+    assert list(dict.fromkeys(seen)) == [*wanted, (*wanted[1][:2], False)] and learning < rows[1]["prr_step_us"]
     assert len({r["serial_step_us"] for r in rows}) == 1 and all(v > 0 for r in rows for v in r.values())
     assert [set(r) for r in rows] == [{"serial_step_us", "prr_step_us"}] * 2
     assert graphs[0]._arena is not None and graphs[0]._arena.length == 1000 - 1
