@@ -112,7 +112,8 @@ def envelope(
 
 def command(program: str, args: list[str]) -> str:
     """A command as another machine can run it: without the commit, and without the folders of absolute paths."""
-    words = [Path(word).name if word.startswith("/") else word for word in args]
+    split = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    words = [Path(word).name if word.startswith("/") else word for word in split]
     at = words.index("--commit") if "--commit" in words else len(words)
     return " ".join(["python -m", program, *words[:at], *words[at + 2 :]])
 

@@ -41,7 +41,8 @@ def compiled(template: type, **params: Any) -> Callable[..., None]:
     """The kernel of `template(**params)`: from this process, else from disk, else compiled (0.2 to 2 s) and kept.
 
     Args:
-        template: a template class; it may share code with its base classes and templates/common.py, no other file.
+        template: a template class; it may share code with its base classes, templates/common.py, and the classes that
+            its attribute USES names, no other file.
         params: compile-time parameters: bool, int, float, str or None.
     """
     key = (template, *sorted(params.items()))
@@ -94,10 +95,11 @@ def _versions() -> tuple[str, ...]:
 
 
 def _sources(template: type) -> list[Path]:
-    """This file, the template's own, those of its bases, common.py and templates/__init__.py."""
+    """This file, the template's own, those of its bases and of what it USES, common.py and templates/__init__.py."""
     here = Path(__file__)
     folder = here.parent / "templates"
-    own = {Path(inspect.getfile(c)) for c in template.__mro__ if c is not object}
+    used = [template, *getattr(template, "USES", ())]
+    own = {Path(inspect.getfile(c)) for each in used for c in each.__mro__ if c is not object}
     return sorted(own | {here, folder / "common.py", folder / "__init__.py"})
 
 

@@ -660,7 +660,7 @@ def repair(
         selection: what select returned for P.
         o, lse: attend's partials of P, [B, H_kv, P, G, D] and [B, H_kv, P, G] float32; wasted blocks are not read.
         arrived: what that attend got, where its stream is not joined; zeros again behind this. On a GPU the count is
-            waited for, a second or two; where it is not 4 P by then, the result is NaN.
+            waited for, a second or two; where it is not 4 P by then, the result is NaN, and the counts stay: zero them.
         (the others): as for attend.
 
     Returns:

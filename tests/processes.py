@@ -2,6 +2,7 @@
 """The command line as a process of its own."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,13 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=_listening,
     )
+
+
+def _listening() -> None:
+    """Ctrl-C is heard, also where these tests run in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def command(folder: Path, *words: str) -> tuple[int, str]:

@@ -61,6 +61,7 @@ def test_ctrl_c_ends_with_one_line_that_says_what_is_next(tmp_path: Path) -> Non
     process = start(tmp_path, *words)
     while process.poll() is None and not list(tmp_path.glob("runs/*/*/decode/samples.jsonl")):
         time.sleep(0.01)
+    assert process.poll() is None, "it ended before it could be interrupted"
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to W&B's processes, too
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in said

@@ -10,8 +10,8 @@ What makes `exact` exact: partials have the arithmetic of Tile, the merge that o
 Where `arrived` says when the partials of P are there (see arrivals.py), nothing but their copies waits for it: they
 start in front of the missed blocks if the first look finds it whole, and behind them if not.
 
-A CTA leaves room for others on its SM: it is to be there before the kernel in front is done. (One launch in a cluster
-whose CTAs take whole SMs was built and measured: it starts late, and lost 2 us.)
+With few parts a CTA leaves room for others on its SM: it is to be there before the kernel in front is done. (One launch
+in a cluster whose CTAs take whole SMs was built and measured: it starts late, and lost 2 us.)
 """
 
 from types import SimpleNamespace
@@ -344,7 +344,7 @@ def repair(q, k, v, ids, position, o, lse, seq_lens, scale, page_table, out, out
         nothing = o.new_empty(B, H, 0, G, D), lse.new_empty(B, H, 0, G)
         merge_repaired(ids, o, lse, *nothing, out, out_lse, arrived)
         return
-    if parts > max(Repair.CAPACITIES) or T > Repair.TILE:
+    if parts > max(Repair.CAPACITIES) or T > Repair.TILE or out.dtype != q.dtype:
         fresh = _fresh(q, ids)
         attend_missed(q, k, v, ids, position, seq_lens, scale, page_table, *fresh)
         merge_repaired(position, o, lse, *fresh, out, out_lse, arrived)

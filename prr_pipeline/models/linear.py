@@ -50,7 +50,10 @@ class Joint:
                 m.bias = nn.Parameter(values, requires_grad=False)
 
     def part(self, place: int, input: Tensor) -> Tensor | None:
-        """The output [1, N] of the layer at that place; None where the layers before it had another input."""
+        """The output [1, N] of the layer at that place; None where the layers before it had another input.
+
+        The same tensor is the same input: a model that writes to it between two of the layers is not served.
+        """
         if place == 0:
             self.parts = ck.linear(input.reshape(1, -1), self.weight, self.bias).split(self.sizes, 1)
             self.source = input

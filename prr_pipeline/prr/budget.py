@@ -11,7 +11,7 @@ from prr_pipeline.errors import ConfigError
 
 # What rows of a profile may have: the time without speculation, with it, and the noise of two measurements of the same.
 # Whole steps come first: beside other layers' work a phase takes another time than alone.
-_TOGETHER = (("serial_step_us", "prr_step_us", 1.002), ("serial_us", "prr_us", 1.01))
+_TOGETHER = (("serial_step_us", "prr_step_us", 1.005), ("serial_us", "prr_us", 1.01))
 _NEAR = 0.03  # share of a context by which another one is the same
 DELTAS = (1.0, 1.25, 1.5, 2.0)  # what is profiled, and what hit rates are shown for
 
@@ -53,8 +53,8 @@ class BudgetPolicy(ABC):
     def ratio(self, context: int) -> float:
         """|P| <= delta |A| at this many tokens."""
 
-    def schedule(self, context: int) -> Schedule | None:
-        """The fastest schedule, where it is known."""
+    def schedule(self, context: int, delta: float) -> Schedule | None:
+        """The fastest schedule of a delta, where it is known."""
         return None
 
     def blocks(self, top_k: int, context: int) -> int:
@@ -196,10 +196,10 @@ class Profiled(BudgetPolicy):
         fits = [d for d, p in self._takes.items() if self._fits(float(np.polyval(p, context / 1024)), allowed)]
         return max(fits, default=0.0)
 
-    def schedule(self, context: int) -> Schedule | None:
-        """That of the nearest profiled context, at the delta that is taken."""
-        near = min(self._table, key=lambda c: abs(c - context))
-        return self._schedules.get((near, self.ratio(context)))
+    def schedule(self, context: int, delta: float) -> Schedule | None:
+        """That of the nearest profiled context."""
+        near = min(self._table, key=lambda c: abs(c - context), default=0)
+        return self._schedules.get((near, delta))
 
     def regression(self) -> dict[str, Any]:
         """Coefficients, highest power first, in us over context / 1024."""

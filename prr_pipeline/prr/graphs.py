@@ -259,7 +259,10 @@ class GraphDecoder:
         m, mode = self.method, self.mode
         selects = [mode.name != "dense" and m.selects(m.dense_layers, c) for c in contexts]
         widths = [mode.budget.blocks(m.top_k, c) if s else 0 for s, c in zip(selects, contexts, strict=True)]
-        schedules = [mode.budget.schedule(c) if w else None for w, c in zip(widths, contexts, strict=True)]
+        laid = mode.laid or mode.budget
+        schedules = [
+            laid.schedule(c, mode.budget.ratio(c)) if w else None for w, c in zip(widths, contexts, strict=True)
+        ]
         learns = mode.learns and any(widths)
         return [
             Plan(True, w, mode.repair if w else "exact", mode.all_or_nothing and w > 0, learns, how if w else None)

@@ -8,7 +8,7 @@ r"""The attention phase of a decode step on a device: one call a layer, side by 
     lanes are joined at the end of the step
 
 An edge of a graph that joins two streams costs more than a microsecond, even if nothing is left to wait for: an exact
-repair waits for the counts in memory instead, and each layer has a lane of its own, as two layers on one are joined.
+repair waits for the counts in memory instead, and neighbouring layers have lanes of their own.
 
 Nothing is allocated that another stream touches, and nothing asks the device: the phase can be captured into a CUDA
 graph and replayed with other contents. On a CPU the same calls run one after the other.
@@ -31,6 +31,7 @@ Lane = torch.cuda.Stream | None
 Partials = tuple[Tensor, Tensor]
 
 _ONE_LAUNCH = 128  # blocks of A up to which the repair in one launch is the faster one; more of them miss more
+_LANES = 24  # of the 32 streams that torch has
 _WIDE = 256  # tokens of a block where all tokens are attended
 _GROUP = 64  # parts of a first merge, at most
 
@@ -61,6 +62,17 @@ def forked(lane: Lane) -> Iterator[None]:
     lane.wait_stream(torch.cuda.current_stream(lane.device))
     with torch.cuda.stream(lane):
         yield
+
+
+def _lanes(device: torch.device, n: int) -> list[Lane]:
+    """So many streams, no two of them the same: torch hands out the same 32 in turn."""
+    if device.type != "cuda":
+        return [None] * n
+    found: dict[int, Lane] = {}
+    while len(found) < n:
+        stream = torch.cuda.Stream(device)
+        found[stream.cuda_stream] = stream
+    return list(found.values())
 
 
 def join(lane: Lane) -> None:
@@ -103,11 +115,8 @@ class AttentionPhase:
         self._partials: dict[tuple[object, ...], Partials] = {}
         self.schedule = Schedule(halves=K > _ONE_LAUNCH)
         self.dense = _Dense(cache, self.group)
-        self.learn = self._lane()
-        self.speculate = [self._lane() for _ in range(L)]
-
-    def _lane(self) -> Lane:
-        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.learn, *self.speculate = _lanes(self.device, 1 + max(2, min(L, _LANES)))
+        self._forked: list[Lane] = []
 
     def selection(self, layer: int) -> ck.Selection:
         """The buffers of A of a layer."""
@@ -177,11 +186,12 @@ class AttentionPhase:
 
     def speculative(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
         """Attention over P beside the scores and the top-K, or beside the top-K alone; then repair."""
-        lane, how = self.speculate[layer], plan.schedule or self.schedule
+        lane, how = self._lane(layer), plan.schedule or self.schedule
         counted = plan.repair == "exact" and lane is not None
         arrived = self.arrived[layer] if counted else None
         if not how.early:
             self.score(layer, at, q, scale)
+        self._forked.append(lane)
         with forked(lane):
             ready = self.attend_ahead(plan, layer, at, q, scale, arrived, waits=how.early or not counted)
         if how.early:
@@ -193,11 +203,18 @@ class AttentionPhase:
 
     def end(self, plan: Plan) -> None:
         """What a step must wait for."""
-        if plan.width:
-            for lane in self.speculate[self.method.dense_layers :]:
-                join(lane)
+        for lane in dict.fromkeys(self._forked):
+            join(lane)
+        self._forked.clear()
         if plan.learns:
             join(self.learn)
+
+    def _lane(self, layer: int) -> Lane:
+        """For attention over P; never the current stream, where it would stand between the scores and their reader."""
+        lane, other = self.speculate[layer % len(self.speculate)], self.speculate[layer % len(self.speculate) - 1]
+        if lane is None or lane != torch.cuda.current_stream(self.device):
+            return lane
+        return other
 
     def choose(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> ck.Selection:
         """Score and select; A against P."""

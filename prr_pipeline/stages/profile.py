@@ -46,8 +46,11 @@ def _profile(job: Job, folder: StageFolder, run: Any) -> None:
     rows, breakdown = [], []
     with Progress("profile", len(contexts), unit="context") as bar:
         linear = profile_gpu.linear_parts(job) if on_gpu else _linear_parts(job)
+        whole = on_gpu and profile_gpu.whole_steps(job, contexts)
         for context in contexts:
-            found, parts = (profile_gpu.measure if on_gpu else _measure)(job, context, deltas)
+            found, parts = (
+                profile_gpu.measure(job, context, deltas, whole) if on_gpu else _measure(job, context, deltas)
+            )
             rows += found
             breakdown.append({**parts, **linear})
             bar.update()

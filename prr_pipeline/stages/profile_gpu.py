@@ -27,18 +27,34 @@ from prr_pipeline.stages.job import Job
 
 log = logging.getLogger(__name__)
 
+_ROOM = 1.25  # metadata, what decode steps are fed, and what a cache has beyond its tokens, over keys and values
 _THETA = (0.4, 0.3, 0.25)  # the middle of the paper's grid; the hit rate that repair meets depends little on it
 
 Row = dict[str, Any]
 
 
-def measure(job: Job, context: int, deltas: list[float]) -> tuple[list[Row], Row]:
+def whole_steps(job: Job, contexts: list[int]) -> bool:
+    """Whether there is room for a whole cache of every context, which timing of steps needs."""
+    shape, engine = job.loaded.shape, job.engine
+    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * engine.dtype.itemsize
+    free, _ = torch.cuda.mem_get_info()
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by torch, for what comes
+    if fits := max(contexts) * token * _ROOM < free + kept:
+        return fits
+    log.info(
+        "profile: no room for %d tokens in all layers: attention phases are timed, whole steps are not", contexts[-1]
+    )
+    return False
+
+
+def measure(job: Job, context: int, deltas: list[float], whole: bool) -> tuple[list[Row], Row]:
     """Rows of one context by delta, and its breakdown; us a layer (*_step_us: a step), TB/s.
 
-    A row: select_us (scores and top-K) and attend_us (P), alone; repair_us; serial_us and prr_us, the whole attention
-    phase without and with speculation side by side, by the fastest schedule; missed (blocks a KV head); serial_step_us
-    and prr_step_us, whole steps. In the breakdown, predict_us is prediction alone, and predict_step_us what a step of
-    the last row takes less without it: what of it is on the critical path, in all layers.
+    whole: time whole steps too. A row: select_us (scores and top-K) and attend_us (P), alone; repair_us; serial_us and
+    prr_us, the whole attention phase without and with speculation side by side, by the fastest schedule (early,
+    halves); chosen and missed (blocks a KV head); serial_step_us and prr_step_us, whole steps. In the breakdown,
+    predict_us is prediction alone, and predict_step_us what a step of the last row takes less without it: what of it is
+    on the critical path, in all layers.
     """
     times = _times(job, context)
     serial = times.serial()
@@ -50,16 +66,14 @@ def measure(job: Job, context: int, deltas: list[float]) -> tuple[list[Row], Row
     predict = times.predict(width(deltas[-1], job.method.top_k))
     read = times.bytes_read()
     del times  # its caches: the steps have theirs
-    steps, learning = _steps(job, context, rows)
-    for row, took in zip(rows, steps, strict=True):
-        row.update(took)
+    learning = _steps(job, context, rows) if whole else None
     last = rows[-1]
     parts = {
         "select_us": serial["select_us"],
         "attend_us": serial["attend_all_us"],
         "repair_us": last["repair_us"],
         "predict_us": predict,
-        "predict_step_us": learning,
+        **({} if learning is None else {"predict_step_us": learning}),
         "score_us": serial["score_us"],
         "dense_us": serial["dense_us"],
     }
@@ -74,21 +88,23 @@ class _Laid(Fixed):
 
     how: Schedule | None = None
 
-    def schedule(self, context: int) -> Schedule | None:
+    def schedule(self, context: int, delta: float) -> Schedule | None:
         """The given one."""
         return self.how
 
 
-def _steps(job: Job, context: int, rows: list[Row]) -> tuple[list[Row], float]:
-    """Us of a whole decode step that ends at the context, for each row: serial_step_us; prr_step_us of its delta.
+def _steps(job: Job, context: int, rows: list[Row]) -> float:
+    """Add to each row the us of whole decode steps at the context: serial_step_us, and prr_step_us of its delta.
 
-    Also how much less the last row's step takes if nothing is predicted anew.
+    Returns:
+        how much less the last row's step takes if nothing is predicted anew.
     """
     engine = job.engine
     assert isinstance(engine, GraphEngine)
-    room = min(engine.how.burst + 1, context // 2)
+    m, room = job.method, min(engine.how.burst + 1, max(2, context // 2))
+    length = context - room if m.selects(m.dense_layers, context - room + 1) else context
     weight = getattr(job.benchmark, "block_weight", Locality.block_weight)
-    start = synthetic.prefill(engine, context - room, room, job.drift(context), weight, job.cfg.seed, "profile")
+    start = synthetic.prefill(engine, length, room, job.drift(context), weight, job.cfg.seed, "profile")
     thetas = dict.fromkeys(range(engine.layers), _THETA)
 
     def us(name: str, budget: BudgetPolicy, learns: bool = True) -> float:
@@ -100,8 +116,11 @@ def _steps(job: Job, context: int, rows: list[Row]) -> tuple[list[Row], float]:
 
     serial = us("serial", Off())
     laid = [_Laid(name="profile", delta=r["delta"], how=Schedule(r["early"], r["halves"])) for r in rows]
-    found = [{"serial_step_us": serial, "prr_step_us": us("prr", budget)} for budget in laid]
-    return found, round(found[-1]["prr_step_us"] - us("prr", laid[-1], learns=False), 3)
+    for row, budget in zip(rows, laid, strict=True):
+        row |= {"serial_step_us": serial, "prr_step_us": us("prr", budget)}
+    without = us("prr", laid[-1], learns=False)
+    engine.release()  # a next context's parts need its room
+    return round(rows[-1]["prr_step_us"] - without, 3)
 
 
 def _times(job: Job, context: int) -> PhaseTimes:

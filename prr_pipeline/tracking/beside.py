@@ -28,13 +28,13 @@ _PAPER_NOTE = (
 )
 
 
-def paper_tables(rows: Iterable[Row]) -> str:
+def paper_tables(*jobs: Iterable[Row]) -> str:
     """Return the paper's tables 1, 2/8, 4/7 and 5 as Markdown, our numbers beside its numbers.
 
     Every model x method of the results has a line, a variant of prr (repair, delta) each; the
-    paper's side is "-" where it has no such pair.
+    paper's side is "-" where it has no such pair. A speed-up is over the serial of the same job.
     """
-    timed = with_speedup(rows)
+    timed = [row for rows in jobs for row in with_speedup(rows)]
     selected = [row for row in timed if row["mode"] in SPECULATIVE and not never_selected(row)]
     pairs: dict[str, list[Row]] = {}
     for row in selected:

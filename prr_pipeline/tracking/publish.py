@@ -98,16 +98,21 @@ def table(data: Row) -> str:
         "",
     ]
     body = []
-    groups: dict[tuple[Any, ...], dict[str, Row]] = {}
+    groups: dict[tuple[Any, ...], list[dict[str, Row]]] = {}
     for r in data["rows"]:
         what = f"{r['model']} ({r['weights']} weights) x {r['dsa']}"
-        groups.setdefault((what, r["task"], r["context"], r["budget_tokens"]), {})[r["mode"]] = r
-    for (what, task, context, budget), modes in sorted(groups.items()):
+        key = (what, r["task"], r["context"], r["budget_tokens"])
+        lines_of = groups.setdefault(key, [{}])  # a job a line: the same again is another job's
+        if r["mode"] in lines_of[-1]:
+            lines_of.append({})
+        lines_of[-1][r["mode"]] = r
+    ordered = sorted(groups.items(), key=lambda one: one[0])
+    for (what, task, context, budget), modes in ((key, modes) for key, jobs in ordered for modes in jobs):
         prr = modes.get("prr", {})
         name = what if task == "locality" else f"{what}, {task}"
         cells = [name, report.count(context), report.count(budget)]
         cells += [_cell(modes.get(mode, {}).get("ms_per_token")) for mode in (*_COLUMNS,)]
-        cells += [_cell(modes["serial"]["floor_ms"]), _cell(prr.get("delta"))]
+        cells += [_cell(modes.get("serial", prr).get("floor_ms")), _cell(prr.get("delta"))]
         hit = prr.get("hit_rate_dynamic")
         cells += [_cell(None if hit is None else 100 * hit, 1), _cell(prr.get("hidden"))]
         body.append(cells)
@@ -147,6 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", help="recorded in the file (default: what git says)")
     parser.add_argument("--document", type=Path, help="a Markdown file with the marker lines of this table")
     args = parser.parse_args(argv)
+    if not args.jobs and not args.document:
+        parser.error("nothing to do: give jobs to write --out from, or a --document to show it in")
     try:
         if args.jobs:
             head = _head(args.commit, args.out.stem)  # first: without a GPU nothing else is worth doing
@@ -157,6 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             block = table(json.loads(args.out.read_text(encoding="utf-8")))
             text = report.insert(args.document.read_text(encoding="utf-8"), block, MARKERS)
             args.document.write_text(text, encoding="utf-8")
+    except KeyError as error:
+        print(f"publish: {args.out}: not of this program: a row has no {error}", file=sys.stderr)
+        return 1
     except (PrrError, OSError, ValueError) as error:
         print(f"publish: {error}", file=sys.stderr)
         return 1

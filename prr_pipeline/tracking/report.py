@@ -84,13 +84,12 @@ def joint(jobs: Sequence[dict[str, Any]]) -> str:
 
 def beside_paper(jobs: Sequence[dict[str, Any]]) -> str:
     """The paper's tables over all jobs; what synthetic queries were timed at is a benchmark of its own a context."""
-    rows = []
+    renamed = []
     for job in jobs:
-        length = job["config"].get("benchmark", {}).get("length")
-        for row in job["rows"]:
-            name = f"{row['benchmark']} at {length}" if tables.synthetic(row) and length else row["benchmark"]
-            rows.append({**row, "benchmark": name})
-    return paper_tables(rows)
+        at = job["config"].get("benchmark", {}).get("length")
+        named = [f"{r['benchmark']} at {at}" if tables.synthetic(r) and at else r["benchmark"] for r in job["rows"]]
+        renamed.append([{**row, "benchmark": name} for row, name in zip(job["rows"], named, strict=True)])
+    return paper_tables(*renamed)
 
 
 def _leaves(config: Any, at: str = "") -> dict[str, str]:

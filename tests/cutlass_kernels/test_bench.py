@@ -73,7 +73,8 @@ def test_a_published_command_names_no_folder_and_no_commit():
         "p", ["--ops", "merge", "--out", "/some/where/k.json", "--commit", "abc", "--refcheck", "/a/job"]
     )
     assert said == "python -m p --ops merge --out k.json --refcheck job"
-    assert bench.command("p", ["--commit", "abc"]) == bench.command("p", []) == "python -m p"
+    assert bench.command("p", ["--commit", "abc"]) == bench.command("p", ["--commit=abc"]) == "python -m p"
+    assert bench.command("p", ["--out=/some/where/k.json"]) == "python -m p --out k.json"
 
 
 def test_the_file_is_an_envelope_with_a_row_a_line(tmp_path):

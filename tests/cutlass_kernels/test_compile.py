@@ -20,6 +20,7 @@ from cutlass_kernels.templates.attend import Attend
 from cutlass_kernels.templates.linear import Linear
 from cutlass_kernels.templates.merge import Merge
 from cutlass_kernels.templates.repair import Repair
+from cutlass_kernels.templates.replay_hits import ReplayHits
 
 SMALL = dict(dtype="bfloat16", head_dim=64, block=16, paged=False, quest=False)  # the kernel that compiles fastest
 
@@ -102,6 +103,10 @@ def test_repair_is_compiled_again_when_the_shared_arithmetic_changes():
     sources = {p.name for p in kc._sources(Repair)}
     assert sources >= {"repair.py", "missed.py", "tile.py", "tree.py", "arrivals.py"}
     assert {p.name for p in kc._sources(Merge)} >= {"merge.py", "tree.py", "arrivals.py"}
+
+
+def test_a_kernel_that_uses_another_s_functions_depends_on_its_file():
+    assert {p.name for p in kc._sources(ReplayHits)} >= {"replay_hits.py", "predict.py", "topk.py"}
 
 
 def test_a_kept_kernel_is_not_compiled_again(folder, builds):

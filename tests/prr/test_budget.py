@@ -66,7 +66,7 @@ def test_where_no_delta_is_safe_there_is_no_speculation() -> None:
     assert policy.blocks(64, 1024) == 0 and policy.active, "a longer context may have one"
 
 
-def test_the_schedule_is_that_of_the_delta_that_is_taken() -> None:
+def test_the_schedule_is_that_of_the_nearest_context() -> None:
     """delta 1.5 at 1024 tokens and 1 at 4096; between them the nearest context's rows, if they have that delta."""
     times = [
         {"context": c, "delta": d, "serial_us": 10.0, "prr_us": us, "early": d > 1, "halves": c > 1024}
@@ -75,18 +75,18 @@ def test_the_schedule_is_that_of_the_delta_that_is_taken() -> None:
     ]
     policy = Profiled(name="profiled", deltas=[1.0, 1.5])
     policy.fit(times)
-    assert policy.ratio(1024) == 1.5 and policy.schedule(1024) == Schedule(early=True, halves=False)
-    assert policy.ratio(4096) == 1.0 and policy.schedule(4096) == Schedule(early=False, halves=True)
-    assert Fixed(name="fixed").schedule(1024) is None
+    assert policy.ratio(1024) == 1.5 and policy.schedule(1024, 1.5) == Schedule(early=True, halves=False)
+    assert policy.ratio(4096) == 1.0 and policy.schedule(4000, 1.0) == Schedule(early=False, halves=True)
+    assert Fixed(name="fixed").schedule(1024, 1.5) is None and Profiled(name="new").schedule(1024, 1.5) is None
     policy.fit([{k: v for k, v in row.items() if k not in Schedule._fields} for row in times])
-    assert policy.schedule(1024) is None
+    assert policy.schedule(1024, 1.5) is None
 
 
 def test_whole_steps_decide_where_they_were_timed() -> None:
     """The phase alone says 2; beside other layers' work all but delta 1 lengthen the step, by more than noise."""
     times = [
         {"context": 1024, "delta": d, "serial_us": 10.0, "prr_us": 9.0, "serial_step_us": 5000.0, "prr_step_us": us}
-        for d, us in ((1.0, 4950.0), (1.25, 4958.0), (1.5, 4965.0), (2.0, 5001.0))
+        for d, us in ((1.0, 4950.0), (1.25, 4970.0), (1.5, 4980.0), (2.0, 5001.0))
     ]
     assert fitted(times).ratio(1024) == 1.25
     assert fitted([{**r, "serial_step_us": 4949.0} for r in times]).ratio(1024) == 0.0

@@ -92,7 +92,7 @@ class Laid(Fixed):
 
     how = Schedule()
 
-    def schedule(self, context: int) -> Schedule:
+    def schedule(self, context: int, delta: float) -> Schedule:
         return self.how
 
 
@@ -110,6 +110,8 @@ def test_a_schedule_changes_no_bit(how: Schedule) -> None:
     graphs = engine(tiny("llama"), QUEST)
     plans = graphs.decoder(graphs.prefill(prompt(70), ROOM), mode("prr", budget=laid(how)), THETAS)._plans(ROOM)
     assert {p.schedule for p in plans} == {how}
+    reuse = graphs.decoder(graphs.prefill(prompt(70), ROOM), mode("reuse_repair", budget=laid(how)), {})._plans(ROOM)
+    assert {p.schedule for p in reuse} == {how}, "modes that are compared are laid out alike"
     assert told(run(graphs, "prr", budget=laid(how))) == told(run(graphs, "prr"))
 
 
@@ -261,6 +263,18 @@ def test_captured_modes_yield_the_bits_of_serial(kind: str, name: str) -> None:
             layers = [x for s in got if s.stats for x in s.stats.layers.values()]
             missed, chosen = missed + sum(x.missed for x in layers), chosen + sum(x.chosen for x in layers)
     assert 0 < missed < chosen, "there was something to repair, and something to reuse"
+
+
+@pytest.mark.gpu
+def test_lanes_are_streams_of_their_own_and_never_the_current_one() -> None:
+    """On the stream of the scores, attention that does not wait for them would let their reader start early."""
+    graphs = engine(on_gpu("llama"), GPU_METHODS["quest"], GraphOptions(8, compiled=False))
+    phase = AttentionPhase(graphs.prefill(prompt(700), ROOM).cache, 8)
+    lanes = [phase.learn, *phase.speculate]
+    assert len({x.cuda_stream for x in lanes if x is not None}) == len(lanes) == 1 + LAYERS
+    for layer, lane in enumerate(phase.speculate):
+        with torch.cuda.stream(lane):
+            assert phase._lane(layer) in [x for x in phase.speculate if x != lane]
 
 
 @pytest.mark.gpu
