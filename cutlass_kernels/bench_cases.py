@@ -132,6 +132,10 @@ class Inputs:
         shape = (c.kv_heads, c.blocks, c.block, c.head_dim)
         return [(self.normal(*shape), self.normal(*shape)) for _ in range(min(self.sets, CACHES))]
 
+    def turn(self, i: int) -> tuple[int, int]:
+        """Of call i: the turn through the caches, and the cache."""
+        return divmod(i % self.sets, min(self.sets, CACHES))
+
     def lists(self) -> list[Tensor]:
         """ids() for each turn through the caches."""
         return [self.ids() for _ in range(-(-self.sets // CACHES))]
@@ -195,7 +199,7 @@ def _attention(case: Case) -> Calls:
     caches, lists, parts = x.caches(), x.lists(), _partials(x, case.top_k)
 
     def attend(i: int) -> object:
-        turn, at = divmod(i % x.sets, len(caches))
+        turn, at = x.turn(i)
         return ck.attend(x.q, *caches[at], lists[turn], x.lens, x.scale, out=parts)
 
     def merge(i: int) -> object:
@@ -247,7 +251,7 @@ def _repair(case: Case) -> Calls:
     ck.attend(x.q, *caches[0], P[0], x.lens, x.scale, out=parts)
 
     def call(i: int) -> object:
-        turn, at = divmod(i % x.sets, len(caches))
+        turn, at = x.turn(i)
         return ck.repair(x.q, *caches[at], picked[turn], *parts, x.lens, x.scale, out=x.out)
 
     def check() -> None:

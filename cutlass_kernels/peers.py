@@ -89,7 +89,7 @@ def plain_torch(case: Case, timer: Timer) -> dict[str, float]:
         q = x.q.view(1, case.kv_heads, case.group, case.head_dim)
 
         def call(i: int) -> object:
-            turn, at = divmod(i % x.sets, len(caches))
+            turn, at = x.turn(i)
             keys, values = (c[0][heads, lists[turn]].flatten(1, 2)[None] for c in caches[at])
             return torch.nn.functional.scaled_dot_product_attention(q, keys, values)
 

@@ -48,3 +48,8 @@ class Arrivals:
         if before == readers - 1:
             at[0] = Int32(0)
             at[1] = Int32(0)
+
+
+def given(arrived):
+    """The op's argument, in which no elements stand for None."""
+    return arrived if arrived.numel() else None

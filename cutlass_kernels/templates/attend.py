@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 
 from cutlass_kernels import templates
 from cutlass_kernels.compile import compiled
-from cutlass_kernels.templates.arrivals import Arrivals
+from cutlass_kernels.templates.arrivals import Arrivals, given
 from cutlass_kernels.templates.common import CARVEOUT, fake, syms
 from cutlass_kernels.templates.tile import Tile
 
@@ -284,5 +284,5 @@ def launch(q, k, v, ids, position, seq_lens, page_table, o, lse, mode, scale, op
 
 def attend(q, k, v, ids, seq_lens, scale, page_table, o, lse, arrived, waits):
     """The op."""
-    arrived, mode = arrived if arrived.numel() else None, ALL if waits else AHEAD
-    launch(q, k, v, ids, ids, seq_lens, page_table, o, lse, mode, scale, arrived=arrived)
+    mode = ALL if waits else AHEAD
+    launch(q, k, v, ids, ids, seq_lens, page_table, o, lse, mode, scale, arrived=given(arrived))

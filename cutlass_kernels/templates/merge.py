@@ -35,7 +35,6 @@ class Merge(Tree, Arrivals):
 
     def __init__(self, dtype: str, head_dim: int, group: int, beside: bool = False):
         self.dtype, self.D, self.G, self.beside = common.DTYPES[dtype], head_dim, group, beside
-        self.waits = not beside
 
     def signature(self):
         """Fake arguments, see the templates package."""
@@ -133,7 +132,7 @@ class Merge(Tree, Arrivals):
             for i in range_constexpr(self.FLIGHT):
                 j = n + i * self.ROWS
                 if source[i] >= 0:
-                    if const_expr(self.waits):
+                    if const_expr(not self.beside):
                         self.load(o, lse, b, h, source[i], g, at, weight[None, 0], x[None, None, 0], i)
                 elif j < parts:
                     self.load(fresh_o, fresh_lse, b, h, j - lead, g, at, weight[None, 0], x[None, None, 0], i)

@@ -27,7 +27,7 @@ from cutlass.memory import SmemAllocator
 from cutlass_kernels import templates
 from cutlass_kernels.compile import compiled
 from cutlass_kernels.templates import attend, merge
-from cutlass_kernels.templates.arrivals import Arrivals
+from cutlass_kernels.templates.arrivals import Arrivals, given
 from cutlass_kernels.templates.common import CARVEOUT, fake, syms
 from cutlass_kernels.templates.missed import Missed
 from cutlass_kernels.templates.tree import Tree
@@ -56,7 +56,7 @@ class Repair(Missed, Tree, Arrivals):
         rest, tile = parts + (capacity + 4) * 16, self.TILE * (head_dim + cols) * 2
         slots = min(self.CREW, max(4, (self.SHARED - rest) // tile), (self.ROOM - rest) // tile)
         super().__init__(dtype, head_dim, group, block, paged, heads, cols, capacity, slots)
-        self.beside, self.waits, self.slices = beside, not beside, head_dim // cols
+        self.beside, self.slices = beside, head_dim // cols
         self.at_once = self.CREW * 32 // (heads * self.quads)  # parts that the CTA copies at a time
 
     def signature(self):
@@ -182,7 +182,7 @@ class Repair(Missed, Tree, Arrivals):
             if last:
                 flag[0] = self.look(counts, wanted)
         self.vacate(known, ids.shape[2], first, m, t)
-        if const_expr(self.waits):
+        if const_expr(not self.beside):
             self.copy(known, ids.shape[2], *parts, first, part, m, t)
         qf = self.load_q(q, b, h * self.G + first, cutlass.min(self.heads, self.G - first), lane, mma)
         cute.arch.sync_threads()
@@ -329,9 +329,8 @@ def attend_missed(q, k, v, ids, position, seq_lens, scale, page_table, o, lse):
 
 def merge_repaired(position, o, lse, fresh_o, fresh_lse, out, out_lse, arrived):
     """The op."""
-    arrived = arrived if arrived.numel() else None
     position = position if position.numel() else None
-    merge.launch(o, lse, (fresh_o, fresh_lse), position, 0, out, out_lse, "merge_repaired", arrived)
+    merge.launch(o, lse, (fresh_o, fresh_lse), position, 0, out, out_lse, "merge_repaired", given(arrived))
 
 
 def repair(q, k, v, ids, position, o, lse, seq_lens, scale, page_table, out, out_lse, arrived):
@@ -351,7 +350,7 @@ def repair(q, k, v, ids, position, o, lse, seq_lens, scale, page_table, out, out
         return
     asked = {"dtype": q.dtype, "head size": D, "block size": T, "query heads a KV head": G}
     templates.serve("repair", q, Repair.SERVES, asked)
-    arrived = arrived if arrived.numel() else None
+    arrived = given(arrived)
     small = {"ids": ids, "position": position, "seq_lens": seq_lens, "page_table": page_table, "lse": lse}
     templates.contiguous("repair", **small, out=out, out_lse=out_lse, arrived=arrived)
     templates.door("repair", q=q, k=k, v=v, o=o)

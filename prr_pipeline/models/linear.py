@@ -43,11 +43,10 @@ class Joint:
         self.bias = torch.cat(biases) if biases else None
         self.source: Tensor | None = None  # the input that parts are of
         self.parts: tuple[Tensor, ...] = ()
-        for m, rows in zip(layers, self.weight.split(self.sizes), strict=True):
-            m.weight = nn.Parameter(rows, requires_grad=False)
-        if self.bias is not None:
-            for m, values in zip(layers, self.bias.split(self.sizes), strict=True):
-                m.bias = nn.Parameter(values, requires_grad=False)
+        for name, joint in (("weight", self.weight), ("bias", self.bias)):
+            if joint is not None:
+                for m, rows in zip(layers, joint.split(self.sizes), strict=True):
+                    setattr(m, name, nn.Parameter(rows, requires_grad=False))
 
     def part(self, place: int, input: Tensor) -> Tensor | None:
         """The output [1, N] of the layer at that place; None where the layers before it had another input.

@@ -39,12 +39,11 @@ def whole_steps(job: Job, contexts: list[int]) -> bool:
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * engine.dtype.itemsize
     free, _ = torch.cuda.mem_get_info()
     kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by torch, for what comes
-    if fits := max(contexts) * token * _ROOM < free + kept:
-        return fits
-    log.info(
-        "profile: no room for %d tokens in all layers: attention phases are timed, whole steps are not", contexts[-1]
-    )
-    return False
+    most = max(contexts)
+    fits = most * token * _ROOM < free + kept
+    if not fits:
+        log.info("profile: no room for %d tokens in all layers: attention phases are timed, whole steps are not", most)
+    return fits
 
 
 def measure(job: Job, context: int, deltas: list[float], whole: bool) -> tuple[list[Row], Row]:
@@ -66,17 +65,17 @@ def measure(job: Job, context: int, deltas: list[float], whole: bool) -> tuple[l
     predict = times.predict(width(deltas[-1], job.method.top_k))
     read = times.bytes_read()
     del times  # its caches: the steps have theirs
-    learning = _steps(job, context, rows) if whole else None
     last = rows[-1]
     parts = {
         "select_us": serial["select_us"],
         "attend_us": serial["attend_all_us"],
         "repair_us": last["repair_us"],
         "predict_us": predict,
-        **({} if learning is None else {"predict_step_us": learning}),
         "score_us": serial["score_us"],
         "dense_us": serial["dense_us"],
     }
+    if whole:
+        parts["predict_step_us"] = _steps(job, context, rows)
     for part in ("score", "attend", "dense"):
         parts[f"{part}_tbs"] = _tbs(read[part], parts[f"{part}_us"])
     return rows, {"context": context, **parts}
@@ -103,8 +102,7 @@ def _steps(job: Job, context: int, rows: list[Row]) -> float:
     assert isinstance(engine, GraphEngine)
     m, room = job.method, min(engine.how.burst + 1, max(2, context // 2))
     length = context - room if m.selects(m.dense_layers, context - room + 1) else context
-    weight = getattr(job.benchmark, "block_weight", Locality.block_weight)
-    start = synthetic.prefill(engine, length, room, job.drift(context), weight, job.cfg.seed, "profile")
+    start = synthetic.prefill(engine, length, room, *_synthetic(job, context), job.cfg.seed, "profile")
     thetas = dict.fromkeys(range(engine.layers), _THETA)
 
     def us(name: str, budget: BudgetPolicy, learns: bool = True) -> float:
@@ -123,8 +121,13 @@ def _steps(job: Job, context: int, rows: list[Row]) -> float:
     return round(rows[-1]["prr_step_us"] - without, 3)
 
 
+def _synthetic(job: Job, context: int) -> tuple[float, float]:
+    """Drift of the queries and block weight of the keys."""
+    return job.drift(context), getattr(job.benchmark, "block_weight", Locality.block_weight)
+
+
 def _times(job: Job, context: int) -> PhaseTimes:
-    shape, b = job.loaded.shape, job.benchmark
+    shape = job.loaded.shape
     return PhaseTimes(
         job.method,
         shape.layers,
@@ -133,8 +136,7 @@ def _times(job: Job, context: int) -> PhaseTimes:
         shape.head_dim,
         context,
         job.engine.dtype,
-        job.drift(context),
-        getattr(b, "block_weight", Locality.block_weight),
+        *_synthetic(job, context),
         _THETA,
         job.cfg.seed,
     )

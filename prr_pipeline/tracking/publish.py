@@ -98,16 +98,16 @@ def table(data: Row) -> str:
         "",
     ]
     body = []
-    groups: dict[tuple[Any, ...], list[dict[str, Row]]] = {}
+    jobs: list[tuple[tuple[Any, ...], dict[str, Row]]] = []
     for r in data["rows"]:
         what = f"{r['model']} ({r['weights']} weights) x {r['dsa']}"
         key = (what, r["task"], r["context"], r["budget_tokens"])
-        lines_of = groups.setdefault(key, [{}])  # a job a line: the same again is another job's
-        if r["mode"] in lines_of[-1]:
-            lines_of.append({})
-        lines_of[-1][r["mode"]] = r
-    ordered = sorted(groups.items(), key=lambda one: one[0])
-    for (what, task, context, budget), modes in ((key, modes) for key, jobs in ordered for modes in jobs):
+        modes = next((modes for other, modes in reversed(jobs) if other == key), None)
+        if modes is None or r["mode"] in modes:  # the same again is another job's
+            modes = {}
+            jobs.append((key, modes))
+        modes[r["mode"]] = r
+    for (what, task, context, budget), modes in sorted(jobs, key=lambda job: job[0]):
         prr = modes.get("prr", {})
         name = what if task == "locality" else f"{what}, {task}"
         cells = [name, report.count(context), report.count(budget)]

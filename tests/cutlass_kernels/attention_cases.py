@@ -15,6 +15,22 @@ SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0
 needs_sm90 = [pytest.mark.gpu, pytest.mark.skipif(not SM90, reason="needs a Hopper GPU (compute capability 9.0)")]
 INF = float("inf")
 
+SHAPES = [
+    dict(H=2, G=16, T=64),
+    dict(H=8, G=4, T=64, B=2, lens=(5000, 777), N=40, paged=True),
+    dict(H=2, G=16, T=16, N=67, lens=(4001,)),
+    dict(H=8, G=4, T=16, N=64, lens=(4001,), dtype=torch.float16),
+    dict(H=3, G=3, T=32, N=21, lens=(2000,), paged=True),
+    dict(H=1, G=7, T=128, N=5, lens=(1111, 300), B=2),
+    dict(H=2, G=5, T=256, N=7, lens=(2047,)),
+    dict(H=8, G=1, T=32, D=64, N=300, lens=(12000,)),
+    dict(H=3, G=8, T=16, D=64, N=33, lens=(1000, 16, 1), B=3, paged=True),
+    dict(H=2, G=16, T=128, D=64, N=9, lens=(1500,), dtype=torch.float16),
+    dict(H=2, G=4, T=256, D=64, N=3, lens=(800,), dtype=torch.float16, paged=True),
+    dict(H=8, G=4, T=256, N=40, lens=(12000,)),
+]
+name = lambda d: "-".join(f"{k}{v}" for k, v in d.items()).replace("torch.", "").replace(" ", "")
+
 
 @dataclass
 class Problem:
