@@ -4,16 +4,15 @@
 One decode step of a layer, for B sequences of ragged length, one query token each:
 
     append_quest(k_new, v_new, k, v, kmin, kmax, seq_lens)
-    partials = attend(q, k, v, P, seq_lens, scale, arrived=n)     # on a second stream, beside the next two lines
     scores = quest_scores(q, kmin, kmax, seq_lens, block)
     A = select(scores, seq_lens, block, top_k, sink, local, predicted=P)
-    out, lse = repair(q, k, v, A, *partials, seq_lens, scale, arrived=n)    # bit for bit merge(attend(A))
+    partials = attend(q, k, v, P, seq_lens, scale, waits=False)     # on a GPU: beside the two lines above
+    out, lse = repair(q, k, v, A, *partials, seq_lens, scale)       # bit for bit merge(attend(A))
     predict(scores, level, trend, theta, seq_lens, block, sink, local, out=P)
 
-n are counters, zeros: repair waits for what attend counts, so that the streams are joined at the end only. Without
-them, join them before repair. attend_missed and merge_repaired are its halves, faster where much is missed. Without P,
-select, attend_missed and merge are a serial step. replay_hits says what predict would have hit in a window of rows.
-LSE is the natural log; the empty set is o = 0, lse = -inf. See each op for shapes, dtypes and errors.
+attend_missed and merge_repaired are the halves of repair, faster where much is missed. Without P, select, attend_missed
+and merge are a serial step. replay_hits says what predict would have hit in a window of rows. LSE is the natural log;
+the empty set is o = 0, lse = -inf. See each op for shapes, dtypes and errors.
 """
 
 import cutlass_kernels.cuda  # noqa: F401  (CUDA tensors are served by the templates)

@@ -209,7 +209,7 @@ def _attention(case: Case) -> Calls:
         attend(0)
         wanted = torch.empty_like(parts[0]), torch.empty_like(parts[1])
         k, v = caches[0]
-        reference.attend(x.q, k, v, lists[0], x.lens, x.scale, None, *wanted, reference.nobody(x.q), True)
+        reference.attend(x.q, k, v, lists[0], x.lens, x.scale, None, *wanted, True)
         close(parts[0], wanted[0], 1e-5, "attend o")
         close(parts[1], wanted[1], 1e-5, "attend lse")
         merge(0)
@@ -381,16 +381,14 @@ def _predict(case: Case) -> Calls:
 
 
 def _layer(case: Case) -> Calls:
-    """Score, select, attend, merge: a serial step. With P, whose partials a second stream makes beside select: prr."""
+    """Score, select, attend, merge: a serial step. With P, whose partials are made beside select: prr."""
     x = Inputs(case)
     caches, meta = x.caches(), _quest_metadata(x)
     scores = torch.empty(case.batch, case.kv_heads, case.blocks, device="cuda")
     picked = ck.Selection.empty(case.batch, case.kv_heads, case.top_k, "cuda")
-    arrived = torch.zeros(case.batch, case.kv_heads, 2, dtype=torch.int32, device="cuda")
     budget = int(case.top_k * DELTA)
     parts, fresh = _partials(x, budget), _partials(x, case.top_k)
     P: list[Tensor] = []
-    side = torch.cuda.Stream()
 
     def score(i: int) -> None:
         ck.quest_scores(x.q, *meta[i], x.lens, case.block, out=scores)
@@ -407,16 +405,10 @@ def _layer(case: Case) -> Calls:
 
     def prr(i: int) -> object:
         i %= x.sets
-        main = torch.cuda.current_stream()
         score(i)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            ck.attend(x.q, *caches[i], P[i], x.lens, x.scale, out=parts, arrived=arrived)
         pick(P[i])
-        ck.repair(x.q, *caches[i], picked, *parts, x.lens, x.scale, out=x.out, arrived=arrived)
-        if i == x.sets - 1 or not torch.cuda.is_current_stream_capturing():  # as at the end of a decode step
-            main.wait_stream(side)
-        return x.out
+        ck.attend(x.q, *caches[i], P[i], x.lens, x.scale, out=parts, waits=False)
+        return ck.repair(x.q, *caches[i], picked, *parts, x.lens, x.scale, out=x.out)
 
     for i in range(x.sets):  # a hit rate of .95
         serial(i)

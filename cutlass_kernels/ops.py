@@ -137,11 +137,11 @@ OPS = {
         "select": ("ids", "position", "missed", "counts"),
         "predict": ("level", "trend", "ids"),
         "replay_hits": ("size", "total", "hits", "weight"),
-        "attend": ("o", "lse", "arrived"),
+        "attend": ("o", "lse"),
         "merge": ("out", "out_lse"),
         "attend_missed": ("o", "lse"),
-        "merge_repaired": ("out", "out_lse", "arrived"),
-        "repair": ("out", "out_lse", "arrived"),
+        "merge_repaired": ("out", "out_lse"),
+        "repair": ("out", "out_lse"),
         "repair_union": ("out", "out_lse"),
         "linear": (),
     }.items()
@@ -514,13 +514,12 @@ def attend(
     scale: float,
     page_table: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
-    arrived: Tensor | None = None,
     waits: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """One softmax partial a listed block, the same bits whatever else is listed.
 
-    With `arrived`, a repair on another stream learns from it that the partials are there: the streams need no join in
-    front of the repair.
+    Attention over P beside the scores and the selection of A is a matter of order: scores, select, attend(P,
+    waits=False), repair, on one stream of a GPU.
 
     Args:
         q: [B, Hq, D]. k, v: [B, H_kv, S, T, D]; tokens at and beyond seq_lens are never read.
@@ -528,11 +527,9 @@ def attend(
         scale: of the logits.
         page_table: [B, H_kv, C] int32, block -> slot; identity when None.
         out: buffers (o, lse), allocated when None.
-        arrived: [B, H_kv, 2] int32, zeros; 4 N are added to arrived[..., 0]. The repair that gets it makes it zeros
-            again; only then may another attend have it.
-        waits: False, which needs `arrived`: on a GPU it runs beside the op in front of it on its stream, so that it
-            must neither read what that op writes nor overwrite what it reads. What ops further in front wrote is
-            there: every op that waits does so before it lets the next one start.
+        waits: False: on a GPU it runs beside the two ops in front of it on its stream, so that it must neither read
+            what they write nor overwrite what they read. What ops further in front wrote is there. It does not end
+            before those two have, so that ops behind it need not know.
 
     Returns:
         o: [B, H_kv, N, G, D] float32, normalised; 0 for padding.
@@ -543,10 +540,7 @@ def attend(
     d("ids", ids, "B H N", torch.int32)
     _listed(d, ids, k, seq_lens, page_table)
     out = _partials(d, q, ids, f"B H N {G}", G, out)
-    d("arrived", arrived, "B H 2", torch.int32)
-    if arrived is None and not waits:
-        raise ValueError("attend: waits is False, but nothing tells when it is done: pass arrived")
-    torch.ops.prr.attend(q, k, v, ids, seq_lens, scale, page_table, *out, _or_nobody(arrived, ids), waits)
+    torch.ops.prr.attend(q, k, v, ids, seq_lens, scale, page_table, *out, waits)
     return out
 
 
@@ -617,7 +611,6 @@ def merge_repaired(
     fresh_o: Tensor,
     fresh_lse: Tensor,
     out: tuple[Tensor, Tensor],
-    arrived: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The second half of repair: merge over A. Only here must the partials of P be there.
 
@@ -627,7 +620,6 @@ def merge_repaired(
         o, lse: attend's partials of P; wasted blocks are not read.
         fresh_o, fresh_lse: what attend_missed gave for the same selection.
         out: ([B, Hq, D] of any float dtype, [B, Hq] float32), written.
-        arrived: as for repair.
     """
     d = _Dims("merge_repaired")
     d("o", o, "B H P G D", torch.float32)
@@ -635,9 +627,8 @@ def merge_repaired(
     d("selection.position", selection.position, "B H K", torch.int32)
     d("fresh_o", fresh_o, "B H K G D", torch.float32)
     d("fresh_lse", fresh_lse, "B H K G", torch.float32)
-    d("arrived", arrived, "B H 2", torch.int32)
     _check_merged(d, o, out)
-    torch.ops.prr.merge_repaired(selection.position, o, lse, fresh_o, fresh_lse, *out, _or_nobody(arrived, o))
+    torch.ops.prr.merge_repaired(selection.position, o, lse, fresh_o, fresh_lse, *out)
     return out
 
 
@@ -652,22 +643,19 @@ def repair(
     scale: float,
     page_table: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
-    arrived: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Exact repair: attention over A, bit for bit merge(attend(A)), whatever P was. attend_missed, then merge_repaired.
 
     Args:
         selection: what select returned for P.
         o, lse: attend's partials of P, [B, H_kv, P, G, D] and [B, H_kv, P, G] float32; wasted blocks are not read.
-        arrived: what that attend got, where its stream is not joined; zeros again behind this. On a GPU the count is
-            waited for, a second or two; where it is not 4 P by then, the result is NaN, and the counts stay: zero them.
         (the others): as for attend.
 
     Returns:
         ([B, Hq, D] of q's dtype, [B, Hq] float32).
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not agree; not on a GPU, also a count in `arrived` other than 4 P.
+        ValueError: shapes, dtypes or devices that do not agree.
     """
     d = _Dims("repair")
     G = _check_kv(d, q, k, v, seq_lens, page_table)
@@ -676,10 +664,9 @@ def repair(
     d("o", o, f"B H P {G} D", torch.float32)
     d("lse", lse, f"B H P {G}", torch.float32)
     _listed(d, selection.ids, k, seq_lens, page_table)
-    d("arrived", arrived, "B H 2", torch.int32)
     out = _outputs(d, q, out)
     listed = selection.ids, selection.position
-    torch.ops.prr.repair(q, k, v, *listed, o, lse, seq_lens, scale, page_table, *out, _or_nobody(arrived, o))
+    torch.ops.prr.repair(q, k, v, *listed, o, lse, seq_lens, scale, page_table, *out)
     return out
 
 
@@ -714,11 +701,6 @@ def repair_union(
     out = _outputs(d, q, out)
     torch.ops.prr.repair_union(q, k, v, selection.missed, o, lse, seq_lens, scale, page_table, *out)
     return out
-
-
-def _or_nobody(arrived: Tensor | None, like: Tensor) -> Tensor:
-    """None as no elements: an op that may get None in place of what it writes is more than torch 2.11 can take."""
-    return reference.nobody(like) if arrived is None else arrived
 
 
 # ---------------------------------------------------------------------------------------------------- linear

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 INF = float("inf")
-UNITS = 4  # that attend counts for a listed block, see Arrivals in the templates
 _CHUNK = 1 << 21  # elements of one elementwise product of attend: bounds memory, changes no value
 
 
@@ -351,11 +350,6 @@ def _shared(row: Tensor, chosen: Tensor, held: Tensor, start: int, stop: int) ->
 
 
 # ---------------------------------------------------------------------------------------------------- attention
-def nobody(like: Tensor) -> Tensor:
-    """`arrived` where nobody counts."""
-    return like.new_empty(0, dtype=torch.int32)
-
-
 def attend(
     q: Tensor,
     k: Tensor,
@@ -366,10 +360,9 @@ def attend(
     page_table: Tensor | None,
     o: Tensor,
     lse: Tensor,
-    arrived: Tensor,
     waits: bool,
 ) -> None:
-    """One softmax partial a block, and the count of what is there."""
+    """One softmax partial a block."""
     B, H, S, T, D = k.shape
     G, N = q.shape[1] // H, ids.shape[2]
     live, slot = _locate(ids, seq_lens, page_table, T, S)
@@ -394,22 +387,6 @@ def attend(
         some = total != 0  # true of NaN: a wrong read must show, not weigh nothing
         o[:, :, part] = torch.where(some[..., None], weighted / total[..., None], 0.0)
         lse[:, :, part] = torch.where(some, base + torch.log(total), -INF)
-    if arrived.numel():
-        arrived[..., 0] += UNITS * N
-
-
-def _take_arrived(op: str, arrived: Tensor, P: int) -> None:
-    """Hold the count against P partials, and zero it: a kernel waits here, which this cannot."""
-    if not arrived.numel():
-        return
-    short = arrived[..., 0] != UNITS * P
-    if bool(short.any()):
-        b, h = short.nonzero()[0].tolist()
-        raise ValueError(
-            f"{op}: arrived counts {int(arrived[b, h, 0])} at [{b}, {h}], expected {UNITS * P}, {UNITS} for each of "
-            f"{P} partials: pass it to the attend that makes them, once, and zeros to that"
-        )
-    arrived.zero_()
 
 
 def _locate(ids: Tensor, seq_lens: Tensor, page_table: Tensor | None, T: int, S: int) -> tuple[Tensor, Tensor]:
@@ -459,7 +436,7 @@ def attend_missed(
     columns = (lost >= 0).any(1).any(0).nonzero()[:, 0]
     lost = lost[:, :, columns]
     part_o, part_lse = o.new_empty(*lost.shape, *o.shape[3:]), lse.new_empty(*lost.shape, lse.shape[3])
-    attend(q, k, v, lost, seq_lens, scale, page_table, part_o, part_lse, nobody(q), True)
+    attend(q, k, v, lost, seq_lens, scale, page_table, part_o, part_lse, True)
     fill = (lost >= 0)[..., None]
     o[:, :, columns] = torch.where(fill[..., None], part_o, o[:, :, columns])
     lse[:, :, columns] = torch.where(fill, part_lse, lse[:, :, columns])
@@ -474,10 +451,8 @@ def merge_repaired(
     fresh_lse: Tensor,
     out: Tensor,
     out_lse: Tensor,
-    arrived: Tensor,
 ) -> None:
     """Merge over A: looked up where there is a position, else fresh."""
-    _take_arrived("merge_repaired", arrived, o.shape[2])
     if o.shape[2]:
         known, at = (position >= 0)[..., None], position.clamp(min=0).long()[..., None]
         looked = o.gather(2, at[..., None].expand(-1, -1, -1, *o.shape[3:]))
@@ -499,14 +474,12 @@ def repair(
     page_table: Tensor | None,
     out: Tensor,
     out_lse: Tensor,
-    arrived: Tensor,
 ) -> None:
     """Its two halves: bit for bit merge(attend(A))."""
-    _take_arrived("repair", arrived, o.shape[2])
     fresh = o.new_empty(*ids.shape, *o.shape[3:]), lse.new_empty(*ids.shape, lse.shape[3])
     position = torch.where(ids >= 0, position, -1)
     attend_missed(q, k, v, ids, position, seq_lens, scale, page_table, *fresh)
-    merge_repaired(position, o, lse, *fresh, out, out_lse, nobody(q))
+    merge_repaired(position, o, lse, *fresh, out, out_lse)
 
 
 def repair_union(
@@ -529,7 +502,7 @@ def repair_union(
     parts_lse = torch.empty(B, H, M + 1, G, dtype=torch.float32, device=q.device)
     parts_o[:, :, 0] = o.view(B, H, G, D)
     parts_lse[:, :, 0] = lse.view(B, H, G)
-    attend(q, k, v, missed, seq_lens, scale, page_table, parts_o[:, :, 1:], parts_lse[:, :, 1:], nobody(q), True)
+    attend(q, k, v, missed, seq_lens, scale, page_table, parts_o[:, :, 1:], parts_lse[:, :, 1:], True)
     merge(parts_o, parts_lse, out, out_lse)
 
 

@@ -8,8 +8,8 @@ each folds the tiles of its slice, in their order.
 
 The bits of a partial depend on q, the block and the scale only.
 
-With `arrived` (see arrivals.py) it counts what is there. In mode AHEAD it runs beside the kernel in front on its
-stream, and relies on its having waited, before it started this one, for everything that is read here.
+In mode AHEAD it runs beside the kernels in front of it on its stream, select and the scores: it starts when all CTAs
+of select have, and so when those of the scores have waited for everything that is read here.
 """
 
 import cuda.bindings.driver as cuda
@@ -20,22 +20,20 @@ from cutlass.memory import SmemAllocator
 
 from cutlass_kernels import templates
 from cutlass_kernels.compile import compiled
-from cutlass_kernels.templates.arrivals import Arrivals, given
 from cutlass_kernels.templates.common import CARVEOUT, fake, syms
 from cutlass_kernels.templates.tile import Tile
 
-AHEAD = -1  # as ALL, without a wait for the kernel in front: for what is counted
+AHEAD = -1  # as ALL, but the wait for the kernels in front comes last
 ALL = 0  # every listed block
 FRESH = 1  # the same, for a merge right behind: padding gets lse = -inf without an o
 MISSED = 2  # as FRESH, but blocks whose position is not negative are left alone
 
 
-class Attend(Tile, Arrivals):
-    """See the module. Parameters: those of Tile, and with `arrived` or not."""
+class Attend(Tile):
+    """See the module. Parameters: those of Tile."""
 
-    def __init__(self, dtype: str, head_dim: int, group: int, block: int, paged: bool, beside: bool = False):
+    def __init__(self, dtype: str, head_dim: int, group: int, block: int, paged: bool):
         super().__init__(dtype, head_dim, group, block, paged)
-        self.beside = beside
         self.folders = self.WARPS // self.tiles  # warps of a CTA that fold, each the columns of one warp
         self.crowd = 5 if self.per * self.halves <= 4 else 4  # CTAs on an SM: bounds a thread's registers, spills none
         self.words = self.halves * self.nt // 2 + 1  # of 16 bytes that a thread sends
@@ -56,7 +54,6 @@ class Attend(Tile, Arrivals):
             fake(Float32, (B, H, N, G), 4),
             Int32(0),
             Float32(1.0),
-            fake(Int32, (B, H, 2), 4) if self.beside else None,
         )
 
     @cute.jit
@@ -73,7 +70,6 @@ class Attend(Tile, Arrivals):
         lse: cute.Tensor,
         mode: Int32,
         scale: Float32,
-        arrived,
         stream: cuda.CUstream,
     ):
         """Launch."""
@@ -95,7 +91,6 @@ class Attend(Tile, Arrivals):
             lse,
             mode,
             scale,
-            arrived,
             mma,
             room,
             k.shape[2],
@@ -125,7 +120,6 @@ class Attend(Tile, Arrivals):
         lse: cute.Tensor,
         mode: Int32,
         scale: Float32,
-        arrived,
         mma: cute.TiledMma,
         room: cute.ComposedLayout,
         slots: Int32,
@@ -184,11 +178,7 @@ class Attend(Tile, Arrivals):
                     self.write(o, lse, b, h, first + s, log, x, part, lane)
                 if live[s] == 0 and mode > ALL and lane < self.G and part == 0:
                     lse[b, h, first + s, lane] = -Float32.inf
-        if const_expr(self.beside):
-            cute.arch.sync_threads()
-            if t == 0:
-                units = cutlass.min(self.per, ids.shape[2] - first) * (self.UNITS // self.tiles)
-                self.report(arrived[b, h, None], units)
+        cute.arch.griddepcontrol_wait()  # last, where not first: what is behind this relies on all that is in front
 
     @cute.jit
     def peek(self, ids, position, table, slots, length, mode, b, h, n):
@@ -260,29 +250,24 @@ class Attend(Tile, Arrivals):
                     lse[b, h, n, g] = log[half]
 
 
-def launch(q, k, v, ids, position, seq_lens, page_table, o, lse, mode, scale, op="attend", arrived=None):
+def launch(q, k, v, ids, position, seq_lens, page_table, o, lse, mode, scale, op="attend"):
     """Partials of `ids` into o and lse; `position` is read in mode MISSED only."""
     B, H, S, T, D = k.shape
     G = q.shape[1] // H
     asked = {"dtype": q.dtype, "head size": D, "block size": T, "query heads a KV head": G}
     templates.serve(op, q, Attend.SERVES, asked)
     small = {"ids": ids, "position": position, "seq_lens": seq_lens, "page_table": page_table, "lse": lse}
-    templates.contiguous(op, **small, arrived=arrived)
+    templates.contiguous(op, **small)
     templates.door(op, q=q, k=k, v=v, o=o)
-    if ids.numel() == 0:
-        return
-    if k.numel() == 0:  # a cache without slots: all ids are padding
-        o.zero_()
+    if ids.numel() == 0 or k.numel() == 0:
+        o.zero_()  # a cache without slots: all ids are padding
         lse.fill_(float("-inf"))
-        if arrived is not None:
-            arrived[..., 0] += Attend.UNITS * ids.shape[2]
         return
-    params = {"head_dim": D, "group": G, "block": T, "paged": page_table is not None, "beside": arrived is not None}
+    params = {"head_dim": D, "group": G, "block": T, "paged": page_table is not None}
     kernel = compiled(Attend, dtype=templates.name(q.dtype), **params)
-    kernel(q, k, v, ids, position, seq_lens, page_table, o, lse, mode, scale, arrived)
+    kernel(q, k, v, ids, position, seq_lens, page_table, o, lse, mode, scale)
 
 
-def attend(q, k, v, ids, seq_lens, scale, page_table, o, lse, arrived, waits):
+def attend(q, k, v, ids, seq_lens, scale, page_table, o, lse, waits):
     """The op."""
-    mode = ALL if waits else AHEAD
-    launch(q, k, v, ids, ids, seq_lens, page_table, o, lse, mode, scale, arrived=given(arrived))
+    launch(q, k, v, ids, ids, seq_lens, page_table, o, lse, ALL if waits else AHEAD, scale)

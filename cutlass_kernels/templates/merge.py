@@ -5,26 +5,25 @@ A CTA makes 16 columns of one query head; the arithmetic is in tree.py. A part i
 partials at hand (`o`: the predicted blocks) where `position` says, or else in `fresh`, at its own index.
 
 Positions are read before the wait for the kernel in front, which makes `fresh`: they may only be passed when that
-kernel is attend(mode=MISSED), which starts this one after its own wait. Where `arrived` says when o is there (see
-arrivals.py), o is read before that wait too. CTAs are small: they are to be on the SMs before that kernel is done.
+kernel is attend(mode=MISSED), which starts this one when they are there. CTAs are small: they are to be on the SMs
+before that kernel is done.
 """
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Float32, Int32, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from cutlass_kernels import templates
 from cutlass_kernels.compile import compiled
 from cutlass_kernels.templates import common
-from cutlass_kernels.templates.arrivals import Arrivals
 from cutlass_kernels.templates.common import fake, syms
 from cutlass_kernels.templates.tree import Tree
 
 
-class Merge(Tree, Arrivals):
-    """See the module. Parameters: dtype of the result, head size D, query heads a KV head G, with `arrived` or not."""
+class Merge(Tree):
+    """See the module. Parameters: dtype of the result, head size D, query heads a KV head G."""
 
     SERVES = {
         "dtype": (torch.bfloat16, torch.float16, torch.float32),
@@ -33,8 +32,8 @@ class Merge(Tree, Arrivals):
     }
     THREADS = 256
 
-    def __init__(self, dtype: str, head_dim: int, group: int, beside: bool = False):
-        self.dtype, self.D, self.G, self.beside = common.DTYPES[dtype], head_dim, group, beside
+    def __init__(self, dtype: str, head_dim: int, group: int):
+        self.dtype, self.D, self.G = common.DTYPES[dtype], head_dim, group
 
     def signature(self):
         """Fake arguments, see the templates package."""
@@ -49,7 +48,6 @@ class Merge(Tree, Arrivals):
             Int32(0),
             fake(self.dtype, (B, Hq, self.D), 4),
             fake(Float32, (B, Hq), 4),
-            fake(Int32, (B, H, 2), 4) if self.beside else None,
         )
 
     @cute.jit
@@ -64,11 +62,10 @@ class Merge(Tree, Arrivals):
         lead: Int32,
         out: cute.Tensor,
         out_lse: cute.Tensor,
-        arrived,
         stream: cuda.CUstream,
     ):
         """Launch."""
-        self.kernel(o, lse, fresh_o, fresh_lse, position, looked_up, lead, out, out_lse, arrived).launch(
+        self.kernel(o, lse, fresh_o, fresh_lse, position, looked_up, lead, out, out_lse).launch(
             grid=[self.D // self.COLS, out.shape[1], out.shape[0]],
             block=[self.THREADS, 1, 1],
             stream=stream,
@@ -89,7 +86,6 @@ class Merge(Tree, Arrivals):
         lead: Int32,
         out: cute.Tensor,
         out_lse: cute.Tensor,
-        arrived,
     ):
         """Parts: the first `lead` of o, then those of fresh, replaced by o[position] where looked_up is 1."""
         t, _, _ = cute.arch.thread_idx()
@@ -99,15 +95,6 @@ class Merge(Tree, Arrivals):
         smem = SmemAllocator()
         sO = smem.allocate_tensor(Float32, cute.make_layout((self.COLS, 1, self.SETS)), 16)
         sML = smem.allocate_tensor(Float32, cute.make_layout((2, 1, self.SETS)), 16)
-        there, before = Int32(1), Int32(-1)
-        if const_expr(self.beside):
-            flag = smem.allocate_tensor(Int32, cute.make_layout((4,)), 16)
-            if t == self.THREADS - 1:
-                flag[0] = self.poll(arrived[b, h, None], self.UNITS * o.shape[2])
-            cute.arch.sync_threads()
-            there = flag[0]
-            if t == self.THREADS - 1 and there == 1:
-                before = self.sign(arrived[b, h, None])
 
         parts = lead + fresh_lse.shape[2]
         state = self.start()
@@ -124,16 +111,11 @@ class Merge(Tree, Arrivals):
                 source[i] = j if j < lead else Int32(-1)  # looked up nowhere
                 if looked_up == 1 and j < parts:
                     source[i] = position[b, h, j]
-            if const_expr(self.beside):
-                for i in range_constexpr(self.FLIGHT):
-                    if source[i] >= 0:
-                        self.load(o, lse, b, h, source[i], g, at, weight[None, 0], x[None, None, 0], i)
             cute.arch.griddepcontrol_wait()
             for i in range_constexpr(self.FLIGHT):
                 j = n + i * self.ROWS
                 if source[i] >= 0:
-                    if const_expr(not self.beside):
-                        self.load(o, lse, b, h, source[i], g, at, weight[None, 0], x[None, None, 0], i)
+                    self.load(o, lse, b, h, source[i], g, at, weight[None, 0], x[None, None, 0], i)
                 elif j < parts:
                     self.load(fresh_o, fresh_lse, b, h, j - lead, g, at, weight[None, 0], x[None, None, 0], i)
             self.take(state, weight, x, self.FLIGHT)
@@ -144,12 +126,10 @@ class Merge(Tree, Arrivals):
         self.close(state, sO, sML, t // 32, t % 32)
         cute.arch.sync_threads()
         if t < self.COLS:
-            value, log = self.end(sO, sML, t, 0, there)
+            value, log = self.end(sO, sML, t, 0)
             out[b, hq, cx * self.COLS + t] = value.to(self.dtype)
             if t == 0 and cx == 0:
                 out_lse[b, hq] = log
-        if const_expr(self.beside):
-            self.leave(arrived[b, h, None], before, self.D // self.COLS * self.G)
 
     @cute.jit
     def load(self, o, lse, b, h, n, g, at, weight, x, i):
@@ -158,7 +138,7 @@ class Merge(Tree, Arrivals):
         cute.autovec_copy(cute.local_tile(o[b, h, n, g, None], (4,), (at,)), x[None, i])
 
 
-def launch(o, lse, fresh, position, lead, out, out_lse, op="merge", arrived=None):
+def launch(o, lse, fresh, position, lead, out, out_lse, op="merge"):
     """Merge `lead` parts of (o, lse) and all of fresh = (o, lse), replaced by o[position] where position is given.
 
     With a position, the kernel in front on this stream must be attend(mode=MISSED).
@@ -166,15 +146,15 @@ def launch(o, lse, fresh, position, lead, out, out_lse, op="merge", arrived=None
     B, H, P, G, D = o.shape
     asked = {"dtype": out.dtype, "head size": D, "query heads a KV head": G}
     templates.serve(op, o, Merge.SERVES, asked)
-    templates.contiguous(op, lse=lse, position=position, out=out, out_lse=out_lse, arrived=arrived)
+    templates.contiguous(op, lse=lse, position=position, out=out, out_lse=out_lse)
     templates.door(op, o=o)
     if out.numel() == 0:
         return
     looked_up = int(position is not None)
     if position is None:  # any int32 tensor: it is not read
         position = lse.view(torch.int32).view(B, H, P * G)
-    kernel = compiled(Merge, dtype=templates.name(out.dtype), head_dim=D, group=G, beside=arrived is not None)
-    kernel(o, lse, *fresh, position, looked_up, lead, out, out_lse, arrived)
+    kernel = compiled(Merge, dtype=templates.name(out.dtype), head_dim=D, group=G)
+    kernel(o, lse, *fresh, position, looked_up, lead, out, out_lse)
 
 
 def merge(o, lse, out, out_lse):

@@ -7,8 +7,6 @@ loads its columns of V only. Partials that exist come by cp.async while the keys
 blocks join them in shared memory. Nothing crosses CTAs. Longer blocks are worth their hand-overs: see attend.
 
 What makes `exact` exact: partials have the arithmetic of Tile, the merge that of Tree, and so have attend and merge.
-Where `arrived` says when the partials of P are there (see arrivals.py), nothing but their copies waits for it: they
-start in front of the missed blocks if the first look finds it whole, and behind them if not.
 
 With few parts a CTA leaves room for others on its SM: it is to be there before the kernel in front is done. (One launch
 in a cluster whose CTAs take whole SMs was built and measured: it starts late, and lost 2 us.)
@@ -27,14 +25,13 @@ from cutlass.memory import SmemAllocator
 from cutlass_kernels import templates
 from cutlass_kernels.compile import compiled
 from cutlass_kernels.templates import attend, merge
-from cutlass_kernels.templates.arrivals import Arrivals, given
 from cutlass_kernels.templates.common import CARVEOUT, fake, syms
 from cutlass_kernels.templates.missed import Missed
 from cutlass_kernels.templates.tree import Tree
 
 
-class Repair(Missed, Tree, Arrivals):
-    """See the module. Parameters: those of Tile, `capacity`: parts of A, at most; with `arrived` or not.
+class Repair(Missed, Tree):
+    """See the module. Parameters: those of Tile, `capacity`: parts of A, at most.
 
     In the end the CTA merges: a unit is COLS columns of one head.
     """
@@ -47,16 +44,14 @@ class Repair(Missed, Tree, Arrivals):
     CAPACITIES = (64, 128, 256, 512)
     units = 4
 
-    def __init__(
-        self, dtype: str, head_dim: int, group: int, block: int, paged: bool, capacity: int, beside: bool = False
-    ):
+    def __init__(self, dtype: str, head_dim: int, group: int, block: int, paged: bool, capacity: int):
         heads = min(self.HEADS, templates.round_up(group))
         cols = self.COLS * self.units // heads
         parts = (capacity * (self.COLS + 1) + self.COLS + self.SETS * (self.COLS + 2)) * self.units * 4
         rest, tile = parts + (capacity + 4) * 16, self.TILE * (head_dim + cols) * 2
         slots = min(self.CREW, max(4, (self.SHARED - rest) // tile), (self.ROOM - rest) // tile)
         super().__init__(dtype, head_dim, group, block, paged, heads, cols, capacity, slots)
-        self.beside, self.slices = beside, head_dim // cols
+        self.slices = head_dim // cols
         self.at_once = self.CREW * 32 // (heads * self.quads)  # parts that the CTA copies at a time
 
     def signature(self):
@@ -76,7 +71,6 @@ class Repair(Missed, Tree, Arrivals):
             fake(Int32, (B, H, C), 4) if self.paged else None,
             fake(self.dtype, (B, Hq, D), 4),
             fake(Float32, (B, Hq), 4),
-            fake(Int32, (B, H, 2), 4) if self.beside else None,
         )
 
     @cute.jit
@@ -94,7 +88,6 @@ class Repair(Missed, Tree, Arrivals):
         table,
         out: cute.Tensor,
         out_lse: cute.Tensor,
-        arrived,
         stream: cuda.CUstream,
     ):
         """Launch."""
@@ -116,7 +109,6 @@ class Repair(Missed, Tree, Arrivals):
             table,
             out,
             out_lse,
-            arrived,
             mma,
             *rooms,
             k.shape[2],
@@ -145,7 +137,6 @@ class Repair(Missed, Tree, Arrivals):
         table,
         out: cute.Tensor,
         out_lse: cute.Tensor,
-        arrived,
         mma: cute.TiledMma,
         room_k: cute.ComposedLayout,
         room_v: cute.ComposedLayout,
@@ -175,24 +166,10 @@ class Repair(Missed, Tree, Arrivals):
         count = self.search(ids, position, table, slots, seq_lens[b], b, h, m, wid, lane)
         count = count if wid < self.slots else Int32(0)
         self.ask(source, m, wid, count, wid, part, lane)
-        parts, last = (o[b, h, None, None, None], lse[b, h, None, None]), t == self.CREW * 32 - 1
-        there, before, flag = Int32(1), Int32(-1), m.flag
-        if const_expr(self.beside):
-            counts, wanted = arrived[b, h, None], self.UNITS * o.shape[2]
-            if last:
-                flag[0] = self.look(counts, wanted)
         self.vacate(known, ids.shape[2], first, m, t)
-        if const_expr(not self.beside):
-            self.copy(known, ids.shape[2], *parts, first, part, m, t)
+        self.copy(known, ids.shape[2], o[b, h, None, None, None], lse[b, h, None, None], first, part, m, t)
         qf = self.load_q(q, b, h * self.G + first, cutlass.min(self.heads, self.G - first), lane, mma)
         cute.arch.sync_threads()
-        if const_expr(self.beside):
-            there = flag[0]
-            if there == 1:
-                self.copy(known, ids.shape[2], *parts, first, part, m, t)
-                if last:
-                    before = self.sign(counts)
-
         n, turn = wid, Int32(0)
         while n * self.per < count:
             cute.arch.mbarrier_wait(m.full + wid, turn % 2)
@@ -201,17 +178,6 @@ class Repair(Missed, Tree, Arrivals):
             n, turn = n + self.slots, turn + 1
             self.ask(source, m, n, count, wid, part, lane)
             cute.arch.sync_warp()  # one lane of it started them
-        if const_expr(self.beside):
-            late = there == 0
-            if late:
-                known = self.positions(position, b, h, t)  # again: not kept in registers all the while
-                if last:
-                    flag[1] = self.poll(counts, wanted)
-                cute.arch.sync_threads()
-                there = flag[1]
-                self.copy(known, ids.shape[2], *parts, first, part, m, t)
-                if last and there == 1:
-                    before = self.sign(counts)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
@@ -221,13 +187,11 @@ class Repair(Missed, Tree, Arrivals):
         unit = t // self.COLS
         g = first + unit // slices
         if unit < self.units and g < self.G:
-            value, log = self.end(m.sums, m.weights, t % self.COLS, unit, there)
+            value, log = self.end(m.sums, m.weights, t % self.COLS, unit)
             at = part * self.cols + unit % slices * self.COLS + t % self.COLS
             out[b, h * self.G + g, at] = value.to(self.dtype)
             if at == 0:
                 out_lse[b, h * self.G + g] = log
-        if const_expr(self.beside):
-            self.leave(counts, before, self.crowd())
 
     def crowd(self):
         """CTAs of a KV head."""
@@ -248,7 +212,6 @@ class Repair(Missed, Tree, Arrivals):
         m.sums = smem.allocate_tensor(Float32, cute.make_layout((self.COLS, self.units, self.SETS)), 16)
         m.weights = smem.allocate_tensor(Float32, cute.make_layout((2, self.units, self.SETS)), 16)
         m.missed = smem.allocate_tensor(Int32, cute.make_layout((4, self.capacity + 4)), 16)  # index, slot, live
-        m.flag = smem.allocate_tensor(Int32, cute.make_layout((4,)), 16)
         m.full = smem.allocate_array(Int64, self.slots)
         return m
 
@@ -327,37 +290,36 @@ def attend_missed(q, k, v, ids, position, seq_lens, scale, page_table, o, lse):
     attend.launch(q, k, v, ids, position, seq_lens, page_table, o, lse, attend.MISSED, scale, "attend_missed")
 
 
-def merge_repaired(position, o, lse, fresh_o, fresh_lse, out, out_lse, arrived):
+def merge_repaired(position, o, lse, fresh_o, fresh_lse, out, out_lse):
     """The op."""
     position = position if position.numel() else None
-    merge.launch(o, lse, (fresh_o, fresh_lse), position, 0, out, out_lse, "merge_repaired", given(arrived))
+    merge.launch(o, lse, (fresh_o, fresh_lse), position, 0, out, out_lse, "merge_repaired")
 
 
-def repair(q, k, v, ids, position, o, lse, seq_lens, scale, page_table, out, out_lse, arrived):
+def repair(q, k, v, ids, position, o, lse, seq_lens, scale, page_table, out, out_lse):
     """The op: exact. Bit for bit merge(attend(ids)). What a CTA cannot hold is repaired by the two halves."""
     B, H, S, T, D = k.shape
     G, parts = q.shape[1] // H, ids.shape[2]
     if k.numel() == 0:  # a cache without slots: all ids are padding
         ids = position = ids[:, :, :0]
-    if ids.numel() == 0:  # nothing to attend to, but `arrived` is to be waited for
+    if ids.numel() == 0:
         nothing = o.new_empty(B, H, 0, G, D), lse.new_empty(B, H, 0, G)
-        merge_repaired(ids, o, lse, *nothing, out, out_lse, arrived)
+        merge_repaired(ids, o, lse, *nothing, out, out_lse)
         return
     if parts > max(Repair.CAPACITIES) or T > Repair.TILE or out.dtype != q.dtype:
         fresh = _fresh(q, ids)
         attend_missed(q, k, v, ids, position, seq_lens, scale, page_table, *fresh)
-        merge_repaired(position, o, lse, *fresh, out, out_lse, arrived)
+        merge_repaired(position, o, lse, *fresh, out, out_lse)
         return
     asked = {"dtype": q.dtype, "head size": D, "block size": T, "query heads a KV head": G}
     templates.serve("repair", q, Repair.SERVES, asked)
-    arrived = given(arrived)
     small = {"ids": ids, "position": position, "seq_lens": seq_lens, "page_table": page_table, "lse": lse}
-    templates.contiguous("repair", **small, out=out, out_lse=out_lse, arrived=arrived)
+    templates.contiguous("repair", **small, out=out, out_lse=out_lse)
     templates.door("repair", q=q, k=k, v=v, o=o)
     params = {"head_dim": D, "group": G, "block": T, "paged": page_table is not None}
-    params |= {"capacity": templates.round_up(parts, Repair.CAPACITIES[0]), "beside": arrived is not None}
+    params |= {"capacity": templates.round_up(parts, Repair.CAPACITIES[0])}
     kernel = compiled(Repair, dtype=templates.name(q.dtype), **params)
-    kernel(q, k, v, ids, position, o, lse, seq_lens, scale, page_table, out, out_lse, arrived)
+    kernel(q, k, v, ids, position, o, lse, seq_lens, scale, page_table, out, out_lse)
 
 
 def repair_union(q, k, v, missed, o, lse, seq_lens, scale, page_table, out, out_lse):

@@ -99,8 +99,8 @@ class Tree:
         return mine + cute.arch.shuffle_sync_bfly(other, offset=offset)
 
     @cute.jit
-    def end(self, sO, sML, column, unit, there):
-        """Attention over all parts: the value of a column, and the lse; NaN where `there` is 0."""
+    def end(self, sO, sML, column, unit):
+        """Attention over all parts: the value of a column, and the lse."""
         top = sML[0, unit, 0]
         for i in range_constexpr(1, self.SETS):
             top = cute.arch.fmax(top, sML[0, unit, i])
@@ -110,7 +110,6 @@ class Tree:
             keep = cute.arch.exp2((sML[0, unit, i] - base) * common.LOG2E)
             total = cute.math.fma(keep, sML[1, unit, i], total)
             value = cute.math.fma(keep, sO[column, unit, i], value)
-        total = total if there == 1 else Float32(float("nan"))
         empty = total == 0.0  # not of NaN: a wrong partial must show, not weigh nothing
         value = Float32(0.0) if empty else value * cute.arch.rcp_approx(total)  # of a sum with a 1 in it
         return value, -Float32.inf if empty else cute.math.fma(cute.math.log2(total), Float32(common.LN2), base)

@@ -3,7 +3,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,17 +14,6 @@ from prr_pipeline.errors import ConfigError
 _TOGETHER = (("serial_step_us", "prr_step_us", 1.005), ("serial_us", "prr_us", 1.01))
 _NEAR = 0.03  # share of a context by which another one is the same
 DELTAS = (1.0, 1.25, 1.5, 2.0)  # what is profiled, and what hit rates are shown for
-
-
-class Schedule(NamedTuple):
-    """How a step that speculates is laid out on a GPU; it changes times, no bits.
-
-    early: attention over P starts beside the scores, not behind them (where its reads delay theirs less than it gains).
-    halves: the exact repair is two launches, not one (which is faster where little is missed).
-    """
-
-    early: bool = False
-    halves: bool = False
 
 
 @dataclass(kw_only=True)
@@ -53,8 +42,8 @@ class BudgetPolicy(ABC):
     def ratio(self, context: int) -> float:
         """|P| <= delta |A| at this many tokens."""
 
-    def schedule(self, context: int, delta: float) -> Schedule | None:
-        """The fastest schedule of a delta, where it is known."""
+    def halves(self, context: int, delta: float) -> bool | None:
+        """Whether the exact repair is faster as two launches, where it is known; it changes no bits."""
         return None
 
     def blocks(self, top_k: int, context: int) -> int:
@@ -135,7 +124,7 @@ class Profiled(BudgetPolicy):
         self._names = ("select_us", "attend_us")  # of what is allowed, and of what a delta takes
         self._allowed: np.ndarray | None = None
         self._takes: dict[float, np.ndarray] = {}
-        self._schedules: dict[tuple[int, float], Schedule] = {}
+        self._halves: dict[tuple[int, float], bool] = {}
 
     def check(self) -> None:
         """Raise ConfigError for no or wrong candidates."""
@@ -165,9 +154,7 @@ class Profiled(BudgetPolicy):
             raise ConfigError(
                 f"the profile has no rows for delta {missing or self.deltas}; run stage profile with force=true"
             )
-        self._schedules = {
-            (int(r["context"]), float(r["delta"])): Schedule(r["early"], r["halves"]) for r in rows if "early" in r
-        }
+        self._halves = {(int(r["context"]), float(r["delta"])): r["halves"] for r in rows if "halves" in r}
         if timed:
             for c in contexts:
                 best = min(takes[c, d] for d in self.deltas if d)
@@ -196,10 +183,10 @@ class Profiled(BudgetPolicy):
         fits = [d for d, p in self._takes.items() if self._fits(float(np.polyval(p, context / 1024)), allowed)]
         return max(fits, default=0.0)
 
-    def schedule(self, context: int, delta: float) -> Schedule | None:
-        """That of the nearest profiled context."""
+    def halves(self, context: int, delta: float) -> bool | None:
+        """As at the nearest profiled context."""
         near = min(self._table, key=lambda c: abs(c - context), default=0)
-        return self._schedules.get((near, delta))
+        return self._halves.get((near, delta))
 
     def regression(self) -> dict[str, Any]:
         """Coefficients, highest power first, in us over context / 1024."""

@@ -43,7 +43,7 @@ class Mode:
     all_or_nothing: any miss recomputes all of A (S1).
     calibrated: theta from calibration; else P is what the last scores say.
     learns: P follows the scores; else it stays what the prompt's last scores made it, for one width of P only.
-    laid: the policy that knows schedules, so that modes of one delta have the same; the budget where None.
+    laid: the policy that knows how a repair is faster, so that modes of one delta repair alike; the budget where None.
     """
 
     name: str
@@ -358,7 +358,7 @@ class Decoder:
         lens, method, state = self.cache.seq_lens, self.method, self.states[layer]
         predicted = state.ids
         speculates = predicted.shape[2] > 0
-        if speculates:  # what a side stream does beside the selection
+        if speculates:  # what runs beside the selection on a GPU
             with self.clock("attend"):
                 partials = ck.attend(q, at.k, at.v, predicted, lens, scale)
         with self.clock("select"):

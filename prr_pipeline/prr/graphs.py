@@ -260,15 +260,13 @@ class GraphDecoder:
         selects = [mode.name != "dense" and m.selects(m.dense_layers, c) for c in contexts]
         widths = [mode.budget.blocks(m.top_k, c) if s else 0 for s, c in zip(selects, contexts, strict=True)]
         laid = mode.laid or mode.budget
-        schedules = [
-            laid.schedule(c, mode.budget.ratio(c)) if w else None for w, c in zip(widths, contexts, strict=True)
-        ]
+        halves = [laid.halves(c, mode.budget.ratio(c)) if w else None for w, c in zip(widths, contexts, strict=True)]
         learns = mode.learns and any(widths)
         return [
-            Plan(True, w, mode.repair if w else "exact", mode.all_or_nothing and w > 0, learns, how if w else None)
+            Plan(True, w, mode.repair if w else "exact", mode.all_or_nothing and w > 0, learns, two)
             if s
             else Plan(False)
-            for s, w, how in zip(selects, widths, schedules, strict=True)
+            for s, w, two in zip(selects, widths, halves, strict=True)
         ]
 
     def generate(self, sampler: Sampler, limit: int, stops: set[int]) -> Iterator[Step]:

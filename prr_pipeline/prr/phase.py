@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The attention phase of a decode step on a device: one call a layer, side by side where streams allow.
+r"""The attention phase of a decode step on a device: one call a layer.
 
     append
-    |-- speculate: partials = attend(P), each counted when it is there
-    `-- main: score, select -> A; repair: merge(A: partials of A n P, and of A \ P computed now)
-    `-- learn: P of the next step, beside the linear layers
-    lanes are joined at the end of the step
+    score, select -> A       beside them: partials = attend(P)
+    repair: merge(A: partials of A n P, and of A \ P computed now)
+    P of the next step, on a stream of its own, which the end of the step joins
 
-An edge of a graph that joins two streams costs more than a microsecond, even if nothing is left to wait for: an exact
-repair waits for the counts in memory instead, and neighbouring layers have lanes of their own.
+All but the last is one stream. attend(P) stands behind select, and starts with it, because it does not wait for the
+kernels in front (see cutlass_kernels.attend); a fork costs more, and a join of two streams more than a microsecond.
 
 Nothing is allocated that another stream touches, and nothing asks the device: the phase can be captured into a CUDA
 graph and replayed with other contents. On a CPU the same calls run one after the other.
@@ -23,7 +22,6 @@ from torch import Tensor
 
 import cutlass_kernels as ck
 from prr_pipeline.models.cache import KVCache, LayerCache
-from prr_pipeline.prr.budget import Schedule
 from prr_pipeline.prr.calibration import Window
 from prr_pipeline.prr.predictor import LAST_SCORES
 
@@ -31,7 +29,6 @@ Lane = torch.cuda.Stream | None
 Partials = tuple[Tensor, Tensor]
 
 _ONE_LAUNCH = 128  # blocks of A up to which the repair in one launch is the faster one; more of them miss more
-_LANES = 24  # of the 32 streams that torch has
 _WIDE = 256  # tokens of a block where all tokens are attended
 _GROUP = 64  # parts of a first merge, at most
 
@@ -42,7 +39,7 @@ class Plan:
 
     sparse: the step selects, in all layers but the method's dense ones. width: blocks of P; 0 is serial.
     repair: exact | union. all_or_nothing: any miss recomputes all of A. learns: P of the next step is predicted.
-    schedule: of what runs side by side; None is the phase's own.
+    halves: the exact repair is two launches, not one; None: as the phase has it.
     """
 
     sparse: bool
@@ -50,7 +47,7 @@ class Plan:
     repair: str = "exact"
     all_or_nothing: bool = False
     learns: bool = False
-    schedule: Schedule | None = None
+    halves: bool | None = None
 
 
 @contextmanager
@@ -64,17 +61,6 @@ def forked(lane: Lane) -> Iterator[None]:
         yield
 
 
-def _lanes(device: torch.device, n: int) -> list[Lane]:
-    """So many streams, no two of them the same: torch hands out the same 32 in turn."""
-    if device.type != "cuda":
-        return [None] * n
-    found: dict[int, Lane] = {}
-    while len(found) < n:
-        stream = torch.cuda.Stream(device)
-        found[stream.cuda_stream] = stream
-    return list(found.values())
-
-
 def join(lane: Lane) -> None:
     """Let the current stream wait for a lane."""
     if lane is not None:
@@ -82,14 +68,14 @@ def join(lane: Lane) -> None:
 
 
 class AttentionPhase:
-    """Buffers and lanes for one cache.
+    """Buffers for one cache.
 
     Args:
         cache: of all layers.
         q_heads: of the model.
 
     Attributes:
-        schedule: of plans that have none.
+        halves: whether repairs are two launches, in plans that do not say.
     """
 
     logs = True  # ids, missed and counts hold what every step selected
@@ -109,14 +95,12 @@ class AttentionPhase:
         )
         self.theta = torch.zeros(L, B, 3, dtype=torch.float32, device=self.device)
         self.ids, self.position, self.missed, self.counts = ints(K), ints(K), ints(K), ints(2)
-        self.arrived = torch.zeros(L, B, H, 2, dtype=torch.int32, device=self.device)
         self.predicted: dict[int, Tensor] = {}
         self._ints = ints
         self._partials: dict[tuple[object, ...], Partials] = {}
-        self.schedule = Schedule(halves=K > _ONE_LAUNCH)
+        self.halves = K > _ONE_LAUNCH
         self.dense = _Dense(cache, self.group)
-        self.learn, *self.speculate = _lanes(self.device, 1 + max(2, min(L, _LANES)))
-        self._forked: list[Lane] = []
+        self.learn: Lane = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def selection(self, layer: int) -> ck.Selection:
         """The buffers of A of a layer."""
@@ -185,36 +169,15 @@ class AttentionPhase:
         return out
 
     def speculative(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
-        """Attention over P beside the scores and the top-K, or beside the top-K alone; then repair."""
-        lane, how = self._lane(layer), plan.schedule or self.schedule
-        counted = plan.repair == "exact" and lane is not None
-        arrived = self.arrived[layer] if counted else None
-        if not how.early:
-            self.score(layer, at, q, scale)
-        self._forked.append(lane)
-        with forked(lane):
-            ready = self.attend_ahead(plan, layer, at, q, scale, arrived, waits=how.early or not counted)
-        if how.early:
-            self.score(layer, at, q, scale)
-        chosen = self.pick(plan, layer)
-        if not counted:
-            join(lane)
-        return self.mend(plan, at, q, chosen, ready, scale, arrived)
+        """Attention over P beside the scores and the top-K, and repair."""
+        chosen = self.choose(plan, layer, at, q, scale)
+        ready = self.attend_ahead(plan, layer, at, q, scale, waits=False)
+        return self.mend(plan, at, q, chosen, ready, scale)
 
     def end(self, plan: Plan) -> None:
         """What a step must wait for."""
-        for lane in dict.fromkeys(self._forked):
-            join(lane)
-        self._forked.clear()
         if plan.learns:
             join(self.learn)
-
-    def _lane(self, layer: int) -> Lane:
-        """For attention over P; never the current stream, where it would stand between the scores and their reader."""
-        lane, other = self.speculate[layer % len(self.speculate)], self.speculate[layer % len(self.speculate) - 1]
-        if lane is None or lane != torch.cuda.current_stream(self.device):
-            return lane
-        return other
 
     def choose(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> ck.Selection:
         """Score and select; A against P."""
@@ -232,19 +195,12 @@ class AttentionPhase:
         return ck.select(self.scores[layer], self.cache.seq_lens, *rule, predicted=ahead, out=self.selection(layer))
 
     def attend_ahead(
-        self,
-        plan: Plan,
-        layer: int,
-        at: LayerCache,
-        q: Tensor,
-        scale: float,
-        arrived: Tensor | None = None,
-        waits: bool = True,
+        self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float, waits: bool = True
     ) -> Partials:
-        """Partials of P, counted in `arrived` (see cutlass_kernels.attend); of a union, their merge."""
+        """Partials of P; of a union, their merge. waits: for the ops in front, see cutlass_kernels.attend."""
         ids = self.ahead(plan.width)[layer]
         partials = self._buffers("ahead", *ids.shape, self.group)
-        ck.attend(q, at.k, at.v, ids, self.cache.seq_lens, scale, out=partials, arrived=arrived, waits=waits)
+        ck.attend(q, at.k, at.v, ids, self.cache.seq_lens, scale, out=partials, waits=waits)
         if plan.repair == "exact":
             return partials
         return ck.merge(*partials, self._buffers("running", *q.shape[:2]))
@@ -254,24 +210,18 @@ class AttentionPhase:
         return ck.merge(*self._attend_missed(at, q, chosen, scale), _fresh(q))[0]
 
     def mend(
-        self,
-        plan: Plan,
-        at: LayerCache,
-        q: Tensor,
-        chosen: ck.Selection,
-        ready: Partials,
-        scale: float,
-        arrived: Tensor | None = None,
+        self, plan: Plan, at: LayerCache, q: Tensor, chosen: ck.Selection, ready: Partials, scale: float
     ) -> Tensor:
-        """Attention over A (exact) or A u P (union) from what was computed ahead; `arrived`: see attend_ahead."""
+        """Attention over A (exact) or A u P (union) from what was computed ahead."""
         lens = self.cache.seq_lens
         if plan.repair == "union":
             return ck.repair_union(q, at.k, at.v, chosen, *ready, lens, scale)[0]
-        if not (plan.all_or_nothing or (plan.schedule or self.schedule).halves):
-            return ck.repair(q, at.k, at.v, chosen, *ready, lens, scale, out=_fresh(q), arrived=arrived)[0]
+        halves = self.halves if plan.halves is None else plan.halves
+        if not (plan.all_or_nothing or halves):
+            return ck.repair(q, at.k, at.v, chosen, *ready, lens, scale, out=_fresh(q))[0]
         kept = all_or_nothing(chosen) if plan.all_or_nothing else chosen
         missed = self._attend_missed(at, q, kept, scale)
-        return ck.merge_repaired(kept, *ready, *missed, _fresh(q), arrived=arrived)[0]
+        return ck.merge_repaired(kept, *ready, *missed, _fresh(q))[0]
 
     def _attend_missed(self, at: LayerCache, q: Tensor, chosen: ck.Selection, scale: float) -> Partials:
         room = self._buffers("missed", *chosen.ids.shape, self.group)

@@ -8,7 +8,6 @@ L2 cache, so that every read comes from memory. A time is the median of replays 
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from torch import Tensor
 import cutlass_kernels as ck
 from prr_pipeline.dsa.base import SparseMethod
 from prr_pipeline.models.cache import KVCache
-from prr_pipeline.prr.budget import Schedule
 from prr_pipeline.prr.graphs import recorded
 from prr_pipeline.prr.phase import AttentionPhase, Partials, Plan
 from prr_pipeline.prr.synthetic import block_keys, drifting, scored
@@ -93,12 +91,10 @@ class PhaseTimes:
         self.phase.warm(self.windows, dict.fromkeys(self.layers, self.theta), width)
         return Plan(True, width, repair)
 
-    def _time(self, body: Callable[[int, Tensor], object], after: Callable[[], None] | None = None) -> float:
+    def _time(self, body: Callable[[int, Tensor], object]) -> float:
         def every() -> None:
             for layer in self.layers:
                 body(layer, self.queries[layer])
-            if after is not None:
-                after()
 
         return round(graph_us(every) / len(self.layers), 3)
 
@@ -129,7 +125,7 @@ class PhaseTimes:
     def speculative(self, width: int, repair: str = "exact") -> dict[str, float]:
         """Of a step that speculates: attention over P and the repair alone, all side by side; blocks missed a KV head.
 
-        All of it by the fastest schedule, which is told: early, halves.
+        halves: whether the repair was faster as two launches; prr_us is of the faster way.
         """
         phase, cache = self.phase, self.cache
         plan = self.plan(width, repair)
@@ -137,24 +133,22 @@ class PhaseTimes:
         def ahead(layer: int, q: Tensor) -> Partials:
             return phase.attend_ahead(plan, layer, cache.layers[layer], q, self.scale)
 
-        schedules = [Schedule(*how) for how in product((True, False), repeat=2)] if repair == "exact" else [Schedule()]
-        found = {how: self._together(replace(plan, schedule=how)) for how in schedules}
-        best = min(schedules, key=lambda how: found[how])
+        ways = (False, True) if repair == "exact" else (False,)
+        found = {halves: self._together(replace(plan, halves=halves)) for halves in ways}
+        best = min(ways, key=lambda halves: found[halves])
         ready = {layer: ahead(layer, q) for layer, q in self.queries.items()}  # one buffer: its values do not matter
-        chosen = replace(plan, schedule=best)
+        chosen = replace(plan, halves=best)
 
         def mend(layer: int, q: Tensor) -> object:
             return phase.mend(chosen, cache.layers[layer], q, phase.selection(layer), ready[layer], self.scale)
 
         times = {"attend_us": self._time(ahead), "repair_us": self._time(mend), "prr_us": found[best]}
         counts = phase.counts[self.skip :].float().mean((0, 1, 2)).tolist()
-        return {**times, **best._asdict(), "chosen": counts[0], "missed": counts[1]}
+        return {**times, "halves": best, "chosen": counts[0], "missed": counts[1]}
 
     def _together(self, plan: Plan) -> float:
-        def both(layer: int, q: Tensor) -> object:
-            return self.phase.speculative(plan, layer, self.cache.layers[layer], q, self.scale)
-
-        return self._time(both, lambda: self.phase.end(plan))
+        at = self.cache.layers
+        return self._time(lambda layer, q: self.phase.speculative(plan, layer, at[layer], q, self.scale))
 
     def bytes_read(self) -> dict[str, int]:
         """What a layer's scores, attention over A, and attention over all tokens must read at least."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from prr_pipeline.benchmarks.locality import Locality
 from prr_pipeline.models.attention import attached, attention_modules
 from prr_pipeline.prr import synthetic
-from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off, Schedule, width
+from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off, width
 from prr_pipeline.prr.engine import Mode
 from prr_pipeline.prr.graphs import GraphEngine, step_function
 from prr_pipeline.prr.sampling import Sampler
@@ -50,8 +50,8 @@ def measure(job: Job, context: int, deltas: list[float], whole: bool) -> tuple[l
     """Rows of one context by delta, and its breakdown; us a layer (*_step_us: a step), TB/s.
 
     whole: time whole steps too. A row: select_us (scores and top-K) and attend_us (P), alone; repair_us; serial_us and
-    prr_us, the whole attention phase without and with speculation side by side, by the fastest schedule (early,
-    halves); chosen and missed (blocks a KV head); serial_step_us and prr_step_us, whole steps. In the breakdown,
+    prr_us, the whole attention phase without and with speculation, with the repair in one launch or, where faster, in
+    halves; chosen and missed (blocks a KV head); serial_step_us and prr_step_us, whole steps. In the breakdown,
     predict_us is prediction alone, and predict_step_us what a step of the last row takes less without it: what of it is
     on the critical path, in all layers.
     """
@@ -83,13 +83,13 @@ def measure(job: Job, context: int, deltas: list[float], whole: bool) -> tuple[l
 
 @dataclass(kw_only=True)
 class _Laid(Fixed):
-    """A delta and how it is laid out."""
+    """A delta, and whether its repair is two launches."""
 
-    how: Schedule | None = None
+    two: bool = False
 
-    def schedule(self, context: int, delta: float) -> Schedule | None:
-        """The given one."""
-        return self.how
+    def halves(self, context: int, delta: float) -> bool:
+        """As given."""
+        return self.two
 
 
 def _steps(job: Job, context: int, rows: list[Row]) -> float:
@@ -113,7 +113,7 @@ def _steps(job: Job, context: int, rows: list[Row]) -> float:
         return round(min(times), 3)
 
     serial = us("serial", Off())
-    laid = [_Laid(name="profile", delta=r["delta"], how=Schedule(r["early"], r["halves"])) for r in rows]
+    laid = [_Laid(name="profile", delta=r["delta"], two=r["halves"]) for r in rows]
     for row, budget in zip(rows, laid, strict=True):
         row |= {"serial_step_us": serial, "prr_step_us": us("prr", budget)}
     without = us("prr", laid[-1], learns=False)

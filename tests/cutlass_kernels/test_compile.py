@@ -46,10 +46,6 @@ GRID = [
     repair(5, 32, 128, dtype="float16"),
     repair(8, 16, head_dim=64),
     repair(16, 64),
-    attend(4, 16, paged=True, beside=True),
-    attend(8, 128, beside=True),
-    (Merge, dict(dtype="bfloat16", head_dim=128, group=4, beside=True)),
-    repair(4, 64, beside=True),
     (Append, dict(SMALL, quest=True, paged=True, head_dim=128)),
     (AppendInfLLM, dict(dtype="float16", head_dim=128, block=64, paged=True, fine=32, fine_step=16, coarse=128,
                         coarse_step=64)),
@@ -101,8 +97,8 @@ def test_a_cta_of_repair_has_room(group, head_dim, capacity):
 
 def test_repair_is_compiled_again_when_the_shared_arithmetic_changes():
     sources = {p.name for p in kc._sources(Repair)}
-    assert sources >= {"repair.py", "missed.py", "tile.py", "tree.py", "arrivals.py"}
-    assert {p.name for p in kc._sources(Merge)} >= {"merge.py", "tree.py", "arrivals.py"}
+    assert sources >= {"repair.py", "missed.py", "tile.py", "tree.py"}
+    assert {p.name for p in kc._sources(Merge)} >= {"merge.py", "tree.py"}
 
 
 def test_a_kernel_that_uses_another_s_functions_depends_on_its_file():

@@ -43,7 +43,6 @@ class Args:
         lens, page = {"seq_lens": p.seq_lens}, {"page_table": p.page_table}
         kv = {"q": p.q, "k": p.k, "v": p.v}
         o, lse = self.partials
-        nothing = torch.zeros(2, 2, 2, dtype=torch.int32)
         return {
             "append": {**cache, **lens, **page},
             "append_quest": {**cache, "kmin": m["kmin"], "kmax": m["kmax"], **lens, **page},
@@ -57,16 +56,15 @@ class Args:
                 "scores": self.scores, "level": torch.zeros_like(self.scores), "trend": torch.zeros_like(self.scores),
                 "theta": torch.ones(2, 3), **lens, "block_size": 16, "sink": 0, "local": 1, "out": self.P.clone(),
             },
-            "attend": {**kv, "ids": self.P, **lens, "scale": 0.25, **page, "arrived": nothing},
+            "attend": {**kv, "ids": self.P, **lens, "scale": 0.25, **page},
             "merge": {"o": o, "lse": lse, "out": (torch.empty(2, 6, 16), torch.empty(2, 6))},
             "attend_missed": {**kv, "selection": self.selection, **lens, "scale": 0.25, **page},
             "merge_repaired": {
                 "selection": self.selection, "o": o, "lse": lse, "fresh_o": o, "fresh_lse": lse,
-                "out": (torch.empty(2, 6, 16), torch.empty(2, 6)), "arrived": nothing + 8,
+                "out": (torch.empty(2, 6, 16), torch.empty(2, 6)),
             },
             "repair": {
                 **kv, "selection": self.selection, "o": o, "lse": lse, **lens, "scale": 0.25, **page,
-                "arrived": nothing + 8,
             },
             "repair_union": {
                 **kv, "selection": self.selection, "o": self.state[0], "lse": self.state[1],
@@ -94,11 +92,11 @@ TENSORS = {
     "infllm_scores": ("q", "k1", "k2", "seq_lens"),
     "select": ("scores", "seq_lens", "predicted"),
     "predict": ("scores", "level", "trend", "theta", "seq_lens", "out"),
-    "attend": ("q", "k", "v", "ids", "seq_lens", "page_table", "arrived"),
+    "attend": ("q", "k", "v", "ids", "seq_lens", "page_table"),
     "merge": ("o", "lse"),
     "attend_missed": ("q", "k", "v", "seq_lens", "page_table"),
-    "merge_repaired": ("o", "lse", "fresh_o", "fresh_lse", "arrived"),
-    "repair": ("q", "k", "v", "o", "lse", "seq_lens", "page_table", "arrived"),
+    "merge_repaired": ("o", "lse", "fresh_o", "fresh_lse"),
+    "repair": ("q", "k", "v", "o", "lse", "seq_lens", "page_table"),
     "repair_union": ("q", "k", "v", "o", "lse", "seq_lens", "page_table"),
 }
 EVERY = [(op, name) for op, names in TENSORS.items() for name in names]
@@ -144,16 +142,6 @@ def test_wrong_shapes_devices_and_dtypes_are_refused_by_name(args: Args, op: str
         ("attend", {"out": (torch.empty(2, 2, 2, 3, 16), torch.empty(2, 2, 2, 4))}, "expected [B, H, N, 3]"),
         ("repair", {"o": torch.zeros(2, 2, 2, 4, 16)}, "repair: o is (2, 2, 2, 4, 16), expected [B, H, P, 3, D]"),
         ("repair", {"lse": torch.zeros(2, 2, 5, 3)}, "repair: lse (2, 2, 5, 3) has P = 5, o has P = 2"),
-        (
-            "attend",
-            {"arrived": None, "waits": False},
-            "attend: waits is False, but nothing tells when it is done: pass arrived",
-        ),
-        (
-            "attend",
-            {"arrived": torch.zeros(2, 2, 3, dtype=torch.int32)},
-            "attend: arrived is (2, 2, 3), expected [B, H, 2]",
-        ),
         (
             "repair",
             {"out": (torch.empty(2, 6, 8), torch.empty(2, 6))},
@@ -287,11 +275,8 @@ def test_metadata_is_kept_by_block_whatever_slots_the_page_table_gives(op: str) 
 
 
 # ---------------------------------------------------------------------------------------------------- torch custom ops
-COUNTED = [op for op in sorted(TENSORS) if "arrived" in TENSORS[op]]
-
-
-@pytest.mark.parametrize(("op", "arrived"), [(op, False) for op in sorted(TENSORS)] + [(op, True) for op in COUNTED])
-def test_opcheck(op: str, arrived: bool) -> None:
+@pytest.mark.parametrize("op", sorted(TENSORS))
+def test_opcheck(op: str) -> None:
     """Schema (what is mutated), fake tensors, autograd registration, AOT with dynamic shapes."""
     a = Args()
     p, m, ids = a.p, a.meta, a.P
@@ -308,16 +293,14 @@ def test_opcheck(op: str, arrived: bool) -> None:
         "infllm_scores": (p.q, m["k1"], m["k2"], p.seq_lens, 0.25, *sizes, False, torch.empty_like(a.scores)),
         "select": (a.scores, p.seq_lens, 16, 0, 1, ids, *a.selection),
         "predict": (a.scores, *state, p.seq_lens, 16, 0, 1, ids.clone()),
-        "attend": (*kv, ids, *tail, *(torch.empty_like(x) for x in a.partials)),
+        "attend": (*kv, ids, *tail, *(torch.empty_like(x) for x in a.partials), False),
         "merge": (*a.partials, *outputs),
         "attend_missed": (*kv, *a.selection[:2], *tail, *(torch.empty_like(x) for x in a.partials)),
         "merge_repaired": (a.selection.position, *a.partials, *(x.clone() for x in a.partials), *outputs),
         "repair": (*kv, a.selection.ids, a.selection.position, *a.partials, *tail, *outputs),
         "repair_union": (*kv, a.selection.missed, *a.state, *tail, *outputs),
     }
-    if op in COUNTED:
-        given[op] += (a.arguments(op)["arrived"] if arrived else torch.empty(0, dtype=torch.int32),)
-    torch.library.opcheck(ck.OPS[op], (*given[op], *((True,) if op == "attend" else ())))
+    torch.library.opcheck(ck.OPS[op], given[op])
 
 
 def step(q: Tensor, new: Tensor, p: Problem, kmin: Tensor, kmax: Tensor, lens: Tensor, P: Tensor) -> list[Tensor]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prr_pipeline.errors import ConfigError
-from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off, Profiled, Schedule, width
+from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off, Profiled, width
 
 DELTAS = [1.0, 1.25, 1.5, 2.0]
 
@@ -66,20 +66,20 @@ def test_where_no_delta_is_safe_there_is_no_speculation() -> None:
     assert policy.blocks(64, 1024) == 0 and policy.active, "a longer context may have one"
 
 
-def test_the_schedule_is_that_of_the_nearest_context() -> None:
+def test_how_a_repair_is_faster_is_known_from_the_nearest_context() -> None:
     """delta 1.5 at 1024 tokens and 1 at 4096; between them the nearest context's rows, if they have that delta."""
     times = [
-        {"context": c, "delta": d, "serial_us": 10.0, "prr_us": us, "early": d > 1, "halves": c > 1024}
+        {"context": c, "delta": d, "serial_us": 10.0, "prr_us": us, "halves": c > 1024}
         for c, fast in ((1024, 1.5), (4096, 1.0))
         for d, us in ((1.0, 9.0), (1.5, 9.0 if fast == 1.5 else 11.0))
     ]
     policy = Profiled(name="profiled", deltas=[1.0, 1.5])
     policy.fit(times)
-    assert policy.ratio(1024) == 1.5 and policy.schedule(1024, 1.5) == Schedule(early=True, halves=False)
-    assert policy.ratio(4096) == 1.0 and policy.schedule(4000, 1.0) == Schedule(early=False, halves=True)
-    assert Fixed(name="fixed").schedule(1024, 1.5) is None and Profiled(name="new").schedule(1024, 1.5) is None
-    policy.fit([{k: v for k, v in row.items() if k not in Schedule._fields} for row in times])
-    assert policy.schedule(1024, 1.5) is None
+    assert policy.ratio(1024) == 1.5 and policy.halves(1024, 1.5) is False
+    assert policy.ratio(4096) == 1.0 and policy.halves(4000, 1.0) is True
+    assert Fixed(name="fixed").halves(1024, 1.5) is None and Profiled(name="new").halves(1024, 1.5) is None
+    policy.fit([{k: v for k, v in row.items() if k != "halves"} for row in times])
+    assert policy.halves(1024, 1.5) is None
 
 
 def test_whole_steps_decide_where_they_were_timed() -> None:

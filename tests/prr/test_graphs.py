@@ -17,7 +17,7 @@ from prr_pipeline.dsa.base import SparseMethod
 from prr_pipeline.dsa.infllm_v2 import InfLLMv2
 from prr_pipeline.dsa.quest import Quest
 from prr_pipeline.prr import synthetic
-from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off, Schedule
+from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off
 from prr_pipeline.prr.engine import Mode, Step, digest
 from prr_pipeline.prr.graphs import GraphEngine, GraphOptions
 from prr_pipeline.prr.phase import AttentionPhase
@@ -87,32 +87,29 @@ def test_budgets_that_change_within_a_burst(repair: str) -> None:
     assert {s.stats.layers[1].predicted for s in wanted if s.stats} == {0, 2 * 6, 2 * 9, 2 * 12}
 
 
-class Laid(Fixed):
-    """A budget whose steps are laid out as told."""
+class Repairing(Fixed):
+    """A budget whose repairs are one launch, or two."""
 
-    how = Schedule()
+    two = False
 
-    def schedule(self, context: int, delta: float) -> Schedule:
-        return self.how
+    def halves(self, context: int, delta: float) -> bool:
+        return self.two
 
 
-def laid(how: Schedule) -> Laid:
-    budget = Laid(name="laid")
-    budget.how = how
+def repairing(two: bool) -> Repairing:
+    budget = Repairing(name="repairing")
+    budget.two = two
     return budget
 
 
-SCHEDULES = [Schedule(early, halves) for early in (True, False) for halves in (True, False)]
-
-
-@pytest.mark.parametrize("how", SCHEDULES, ids=str)
-def test_a_schedule_changes_no_bit(how: Schedule) -> None:
-    graphs = engine(tiny("llama"), QUEST)
-    plans = graphs.decoder(graphs.prefill(prompt(70), ROOM), mode("prr", budget=laid(how)), THETAS)._plans(ROOM)
-    assert {p.schedule for p in plans} == {how}
-    reuse = graphs.decoder(graphs.prefill(prompt(70), ROOM), mode("reuse_repair", budget=laid(how)), {})._plans(ROOM)
-    assert {p.schedule for p in reuse} == {how}, "modes that are compared are laid out alike"
-    assert told(run(graphs, "prr", budget=laid(how))) == told(run(graphs, "prr"))
+@pytest.mark.parametrize("two", [False, True])
+def test_repair_in_halves_changes_no_bit(two: bool) -> None:
+    graphs, budget = engine(tiny("llama"), QUEST), repairing(two)
+    start = graphs.prefill(prompt(70), ROOM)
+    for name in ("prr", "reuse_repair"):
+        plans = graphs.decoder(start, mode(name, budget=budget), THETAS)._plans(ROOM)
+        assert {p.halves for p in plans} == {two}, "modes that are compared repair alike"
+    assert told(run(graphs, "prr", budget=budget)) == told(run(graphs, "prr"))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -266,25 +263,13 @@ def test_captured_modes_yield_the_bits_of_serial(kind: str, name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_lanes_are_streams_of_their_own_and_never_the_current_one() -> None:
-    """On the stream of the scores, attention that does not wait for them would let their reader start early."""
-    graphs = engine(on_gpu("llama"), GPU_METHODS["quest"], GraphOptions(8, compiled=False))
-    phase = AttentionPhase(graphs.prefill(prompt(700), ROOM).cache, 8)
-    lanes = [phase.learn, *phase.speculate]
-    assert len({x.cuda_stream for x in lanes if x is not None}) == len(lanes) == 1 + LAYERS
-    for layer, lane in enumerate(phase.speculate):
-        with torch.cuda.stream(lane):
-            assert phase._lane(layer) in [x for x in phase.speculate if x != lane]
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_METHODS)
-def test_captured_schedules_yield_the_bits_of_serial(name: str) -> None:
+def test_captured_repairs_of_both_kinds_yield_the_bits_of_serial(name: str) -> None:
     graphs = engine(on_gpu("llama"), GPU_METHODS[name], GraphOptions(8, compiled=False))
     wanted = [(s.token, s.digest) for s in run(graphs, "serial", tokens=1500)]
-    for how in SCHEDULES:
-        got = run(graphs, "prr", tokens=1500, budget=laid(how))
-        assert [(s.token, s.digest) for s in got] == wanted, how
+    for two in (False, True):
+        got = run(graphs, "prr", tokens=1500, budget=repairing(two))
+        assert [(s.token, s.digest) for s in got] == wanted, two
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from jobs import TINY, Runner, results, samples, without_times
 
-from prr_pipeline.prr.budget import Schedule
 from prr_pipeline.prr.graphs import GraphEngine, GraphOptions
 from prr_pipeline.prr.phase import AttentionPhase, Plan
 from prr_pipeline.stages import profile_gpu
@@ -77,20 +76,20 @@ def test_a_baseline_is_timed_after_the_modes(run: Runner, graphs: list[GraphEngi
 def test_a_profile_times_whole_steps_of_each_delta(
     run: Runner, graphs: list[GraphEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU; each delta by its own schedule, and the cache is as it was for the next."""
+    """As on a GPU; each delta with the repair that is its faster one, and the cache is as it was for the next."""
     seen: list[tuple[Any, ...]] = []
     speculative = AttentionPhase.speculative
 
     def spied(phase: AttentionPhase, plan: Plan, *args: Any) -> Any:
-        seen.append((plan.width, plan.schedule, plan.learns))
+        seen.append((plan.width, plan.halves, plan.learns))
         return speculative(phase, plan, *args)
 
     monkeypatch.setattr(AttentionPhase, "speculative", spied)
     job = Job(run.cfg(*WORDS))
-    top_k, laid = job.method.top_k, [(1.0, Schedule(early=True)), (2.0, Schedule(early=False, halves=True))]
-    rows = [{"delta": d, **how._asdict()} for d, how in laid]
+    top_k, ways = job.method.top_k, [(1.0, False), (2.0, True)]
+    rows: list[dict[str, Any]] = [{"delta": d, "halves": halves} for d, halves in ways]
     learning = profile_gpu._steps(job, 1000, rows)
-    wanted = [(int(d * top_k), how, True) for d, how in laid]
+    wanted = [(int(d * top_k), halves, True) for d, halves in ways]
     assert list(dict.fromkeys(seen)) == [*wanted, (*wanted[1][:2], False)] and learning < rows[1]["prr_step_us"]
     assert len({r["serial_step_us"] for r in rows}) == 1 and all(r["prr_step_us"] > 0 for r in rows)
     assert graphs[0]._arena is None, "its room is the next context's"
