@@ -518,8 +518,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """One softmax partial a listed block, the same bits whatever else is listed.
 
-    Attention over P beside the scores and the selection of A is a matter of order: scores, select, attend(P,
-    waits=False), repair, on one stream of a GPU.
+    Attention over P beside the selection of A is a matter of order: select, attend(P, waits=False), repair, on one
+    stream of a GPU.
 
     Args:
         q: [B, Hq, D]. k, v: [B, H_kv, S, T, D]; tokens at and beyond seq_lens are never read.
@@ -527,9 +527,10 @@ def attend(
         scale: of the logits.
         page_table: [B, H_kv, C] int32, block -> slot; identity when None.
         out: buffers (o, lse), allocated when None.
-        waits: False: on a GPU it runs beside the two ops in front of it on its stream, so that it must neither read
-            what they write nor overwrite what they read. What ops further in front wrote is there. It does not end
-            before those two have, so that ops behind it need not know.
+        waits: False: on a GPU it runs beside the op in front of it on its stream, so that it must neither read what
+            that op writes nor overwrite what it reads. What ops further in front wrote is there: every op that waits
+            does so before it lets the next one start. It does not end before that op, so that ops behind it need not
+            know.
 
     Returns:
         o: [B, H_kv, N, G, D] float32, normalised; 0 for padding.

@@ -8,8 +8,8 @@ each folds the tiles of its slice, in their order.
 
 The bits of a partial depend on q, the block and the scale only.
 
-In mode AHEAD it runs beside the kernels in front of it on its stream, select and the scores: it starts when all CTAs
-of select have, and so when those of the scores have waited for everything that is read here.
+In mode AHEAD it runs beside the kernel in front of it on its stream, as a rule select: all of that one has started by
+then, and has waited for whatever is read here. To start beside the scores as well was slower: it delays their reads.
 """
 
 import cuda.bindings.driver as cuda
@@ -23,7 +23,7 @@ from cutlass_kernels.compile import compiled
 from cutlass_kernels.templates.common import CARVEOUT, fake, syms
 from cutlass_kernels.templates.tile import Tile
 
-AHEAD = -1  # as ALL, but the wait for the kernels in front comes last
+AHEAD = -1  # as ALL, but the wait for the kernel in front comes last
 ALL = 0  # every listed block
 FRESH = 1  # the same, for a merge right behind: padding gets lse = -inf without an o
 MISSED = 2  # as FRESH, but blocks whose position is not negative are left alone

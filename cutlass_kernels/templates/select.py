@@ -78,9 +78,8 @@ class Select(RowSelect):
         t, _, _ = cute.arch.thread_idx()
         rank, h, b = cute.arch.block_idx()
         m = self.setup(True)
-        # in front of the wait: attention over P may start beside the scores; it needs nothing of them, see attend
-        cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         first = rank * self.chunk + t * self.E
         values = self.load(scores, b, h, first)
         early = self.early(predicted, b, h)

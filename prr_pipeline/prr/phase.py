@@ -2,12 +2,15 @@
 r"""The attention phase of a decode step on a device: one call a layer.
 
     append
-    score, select -> A       beside them: partials = attend(P)
+    score
+    select -> A; beside it: partials = attend(P)
     repair: merge(A: partials of A n P, and of A \ P computed now)
     P of the next step, on a stream of its own, which the end of the step joins
 
-All but the last is one stream. attend(P) stands behind select, and starts with it, because it does not wait for the
-kernels in front (see cutlass_kernels.attend); a fork costs more, and a join of two streams more than a microsecond.
+All but the last is one stream. attend(P) stands behind select and starts with it: it does not wait for the kernel in
+front (see cutlass_kernels.attend). On a stream of its own it costs a join, a microsecond even if nothing is left to
+wait for; and a kernel that polls for another stream instead is not safe: a GPU that several processes share lets it
+run out its time slice, and starts nothing else meanwhile.
 
 Nothing is allocated that another stream touches, and nothing asks the device: the phase can be captured into a CUDA
 graph and replayed with other contents. On a CPU the same calls run one after the other.
@@ -169,7 +172,7 @@ class AttentionPhase:
         return out
 
     def speculative(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
-        """Attention over P beside the scores and the top-K, and repair."""
+        """Attention over P beside the top-K, and repair."""
         chosen = self.choose(plan, layer, at, q, scale)
         ready = self.attend_ahead(plan, layer, at, q, scale, waits=False)
         return self.mend(plan, at, q, chosen, ready, scale)

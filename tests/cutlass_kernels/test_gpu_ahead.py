@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over P that does not wait, on a Hopper GPU: beside the scores and the selection, and changing no bit."""
+"""Attention over P that does not wait, on a Hopper GPU: beside the selection, and changing no bit."""
 
 from dataclasses import replace
 
