@@ -50,8 +50,20 @@ def recorded(body: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGra
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        body()
+    left: list[BaseException] = []
+
+    def recording() -> None:
+        try:
+            body()
+        except BaseException as error:
+            left.append(error)
+            raise
+
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            recording()
+    except BaseException as error:  # Ctrl-C in a capture makes its end fail, too, which would pass for a fault
+        raise (left[0] if left else error) from None
     return graph
 
 

@@ -52,8 +52,8 @@ def measure(job: Job, context: int, deltas: list[float], whole: bool) -> tuple[l
     whole: time whole steps too. A row: select_us (scores and top-K) and attend_us (P), alone; repair_us; serial_us and
     prr_us, the whole attention phase without and with speculation, with the repair in one launch or, where faster, in
     halves; chosen and missed (blocks a KV head); serial_step_us and prr_step_us, whole steps. In the breakdown,
-    predict_us is prediction alone, and predict_step_us what a step of the last row takes less without it: what of it is
-    on the critical path, in all layers.
+    predict_us is prediction alone, and predict_step_us what a step takes less without it: what of it is on the critical
+    path, in all layers.
     """
     times = _times(job, context)
     serial = times.serial()
@@ -96,7 +96,8 @@ def _steps(job: Job, context: int, rows: list[Row]) -> float:
     """Add to each row the us of whole decode steps at the context: serial_step_us, and prr_step_us of its delta.
 
     Returns:
-        how much less the last row's step takes if nothing is predicted anew.
+        how much less a step of the last row's width takes if nothing is predicted anew, both of them recomputing all of
+        A: a P that is never predicted anew misses more.
     """
     engine = job.engine
     assert isinstance(engine, GraphEngine)
@@ -105,8 +106,8 @@ def _steps(job: Job, context: int, rows: list[Row]) -> float:
     start = synthetic.prefill(engine, length, room, *_synthetic(job, context), job.cfg.seed, "profile")
     thetas = dict.fromkeys(range(engine.layers), _THETA)
 
-    def us(name: str, budget: BudgetPolicy, learns: bool = True) -> float:
-        mode, times = replace(Mode.build(name, job.runtime.repair, budget), learns=learns), []
+    def us(name: str, budget: BudgetPolicy, **changed: Any) -> float:
+        mode, times = replace(Mode.build(name, job.runtime.repair, budget), **changed), []
         for _ in range(2):  # the first replays of a graph are slower
             steps = engine.decoder(start, mode, thetas).generate(Sampler(0, 1, 0, "profile"), room, set())
             times.append(statistics.fmean(s.stats.ms for s in steps if s.stats) * 1e3)
@@ -116,9 +117,10 @@ def _steps(job: Job, context: int, rows: list[Row]) -> float:
     laid = [_Laid(name="profile", delta=r["delta"], two=r["halves"]) for r in rows]
     for row, budget in zip(rows, laid, strict=True):
         row |= {"serial_step_us": serial, "prr_step_us": us("prr", budget)}
-    without = us("prr", laid[-1], learns=False)
+    alike = {"repair": "exact", "all_or_nothing": True}
+    learning, not_learning = (us("prr", laid[-1], learns=learns, **alike) for learns in (True, False))
     engine.release()  # a next context's parts need its room
-    return round(rows[-1]["prr_step_us"] - without, 3)
+    return round(learning - not_learning, 3)
 
 
 def _synthetic(job: Job, context: int) -> tuple[float, float]:

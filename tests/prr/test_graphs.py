@@ -6,6 +6,8 @@ against each other: every exact mode yields the bits of serial.
 """
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +21,7 @@ from prr_pipeline.dsa.quest import Quest
 from prr_pipeline.prr import synthetic
 from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off
 from prr_pipeline.prr.engine import Mode, Step, digest
-from prr_pipeline.prr.graphs import GraphEngine, GraphOptions
+from prr_pipeline.prr.graphs import GraphEngine, GraphOptions, recorded
 from prr_pipeline.prr.phase import AttentionPhase
 from prr_pipeline.prr.sampling import Sampler
 
@@ -214,6 +216,39 @@ def test_a_digest_shows_every_bit(dtype: torch.dtype) -> None:
     assert len(seen) == 17
     swapped = logits[:, torch.arange(299, -1, -1)].contiguous()
     assert int(digest(swapped)) not in seen
+
+
+@pytest.mark.parametrize("left", [KeyboardInterrupt("Ctrl-C"), ValueError("a fault of body"), None], ids=repr)
+def test_what_ends_a_capture_is_what_was_raised_in_it(
+    left: BaseException | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture that is left half way fails at its end, too; that says nothing of why."""
+
+    @contextmanager
+    def capture(graph: object, pool: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("capturing stream has unjoined work")
+
+    class Stream:
+        def wait_stream(self, other: object) -> None: ...
+
+    for name, value in {
+        "Stream": Stream, "current_stream": Stream, "stream": lambda s: nullcontext(), "synchronize": lambda: None,
+        "CUDAGraph": object, "graph": capture,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    calls: list[int] = []
+
+    def body() -> None:
+        calls.append(0)
+        if len(calls) == 2 and left is not None:
+            raise left
+
+    with pytest.raises(type(left) if left is not None else RuntimeError) as error:
+        recorded(body)
+    assert str(error.value) == (str(left) if left is not None else "capturing stream has unjoined work")
 
 
 # ---------------------------------------------------------------------------------------------------- on a GPU
