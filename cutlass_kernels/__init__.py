@@ -6,7 +6,7 @@ One decode step of a layer, for B sequences of ragged length, one query token ea
     append_quest(k_new, v_new, k, v, kmin, kmax, seq_lens)
     scores = quest_scores(q, kmin, kmax, seq_lens, block)
     A = select(scores, seq_lens, block, top_k, sink, local, predicted=P)
-    partials = attend(q, k, v, P, seq_lens, scale, waits=False)     # on a GPU: beside the line above
+    attend(q, k, v, P, seq_lens, scale, out=partials, waits=False)  # on a GPU: beside the line above
     out, lse = repair(q, k, v, A, *partials, seq_lens, scale)       # bit for bit merge(attend(A))
     predict(scores, level, trend, theta, seq_lens, block, sink, local, out=P)
 

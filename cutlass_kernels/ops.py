@@ -2,8 +2,8 @@
 """The ops as torch custom ops (namespace `prr`), with the checks at their door.
 
 Each op of the attention writes into buffers that the caller owns and returns nothing: a decode loop allocates once, a
-CUDA graph replays onto the same addresses, and a second stream never touches a temporary. `torch.compile` sees opaque,
-mutating ops; linear, which stands among its own, returns a tensor. Any device without kernels of its own runs
+CUDA graph replays onto the same addresses, and an op that runs beside others touches no temporary. `torch.compile` sees
+opaque, mutating ops; linear, which stands among its own, returns a tensor. Any device without kernels of its own runs
 `reference`. Shapes, devices and dtypes are checked here and nowhere else.
 
 Shapes: B sequences, Hq query heads, H_kv KV heads, G = Hq / H_kv, D head size, T tokens a block, S slots, N blocks of
@@ -530,7 +530,7 @@ def attend(
         waits: False: on a GPU it runs beside the op in front of it on its stream, so that it must neither read what
             that op writes nor overwrite what it reads. What ops further in front wrote is there: every op that waits
             does so before it lets the next one start. It does not end before that op, so that ops behind it need not
-            know.
+            know. Needs `out`: memory allocated here may be memory that the op in front still reads.
 
     Returns:
         o: [B, H_kv, N, G, D] float32, normalised; 0 for padding.
@@ -540,6 +540,8 @@ def attend(
     G = _check_kv(d, q, k, v, seq_lens, page_table)
     d("ids", ids, "B H N", torch.int32)
     _listed(d, ids, k, seq_lens, page_table)
+    if out is None and not waits:
+        raise ValueError("attend: waits is False, but out is None: pass buffers that nothing in front of it uses")
     out = _partials(d, q, ids, f"B H N {G}", G, out)
     torch.ops.prr.attend(q, k, v, ids, seq_lens, scale, page_table, *out, waits)
     return out
@@ -584,7 +586,7 @@ def attend_missed(
     page_table: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The first half of repair: partials of the blocks of A that P lacks. It needs no partial of P.
+    """The first half of repair: partials of the blocks of A that P lacks.
 
     Args:
         selection: what select returned for P.
@@ -613,7 +615,7 @@ def merge_repaired(
     fresh_lse: Tensor,
     out: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """The second half of repair: merge over A. Only here must the partials of P be there.
+    """The second half of repair: merge over A.
 
     On a GPU it starts while attend_missed runs, which must be the op before it on its stream.
 

@@ -43,7 +43,7 @@ class Mode:
     all_or_nothing: any miss recomputes all of A (S1).
     calibrated: theta from calibration; else P is what the last scores say.
     learns: P follows the scores; else it stays what the prompt's last scores made it, for one width of P only.
-    laid: the policy that knows how a repair is faster, so that modes of one delta repair alike; the budget where None.
+    repairing: the policy that knows how a repair is faster, so that modes of one delta repair alike; None: the budget.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Mode:
     all_or_nothing: bool = False
     calibrated: bool = False
     learns: bool = True
-    laid: BudgetPolicy | None = None
+    repairing: BudgetPolicy | None = None
 
     @classmethod
     def build(cls, name: str, repair: str, budget: BudgetPolicy) -> "Mode":
@@ -61,8 +61,8 @@ class Mode:
         modes = {
             "dense": cls("dense", "exact", Off()),
             "serial": cls("serial", "exact", Off()),
-            "reuse": cls("reuse", "exact", same, all_or_nothing=True, laid=budget),
-            "reuse_repair": cls("reuse_repair", repair, same, laid=budget),
+            "reuse": cls("reuse", "exact", same, all_or_nothing=True),
+            "reuse_repair": cls("reuse_repair", repair, same, repairing=budget),
             "prr": cls("prr", repair, budget, calibrated=True),
         }
         return modes[name]

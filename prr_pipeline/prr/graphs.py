@@ -63,7 +63,9 @@ def recorded(body: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGra
         with torch.cuda.graph(graph, pool=pool):
             recording()
     except BaseException as error:  # Ctrl-C in a capture makes its end fail, too, which would pass for a fault
-        raise (left[0] if left else error) from None
+        left.append(error)
+    if left:
+        raise left[0]
     return graph
 
 
@@ -271,8 +273,7 @@ class GraphDecoder:
         m, mode = self.method, self.mode
         selects = [mode.name != "dense" and m.selects(m.dense_layers, c) for c in contexts]
         widths = [mode.budget.blocks(m.top_k, c) if s else 0 for s, c in zip(selects, contexts, strict=True)]
-        laid = mode.laid or mode.budget
-        halves = [laid.halves(c, mode.budget.ratio(c)) if w else None for w, c in zip(widths, contexts, strict=True)]
+        halves = [self._halves(c) if w else None for w, c in zip(widths, contexts, strict=True)]
         learns = mode.learns and any(widths)
         return [
             Plan(True, w, mode.repair if w else "exact", mode.all_or_nothing and w > 0, learns, two)
@@ -280,6 +281,12 @@ class GraphDecoder:
             else Plan(False)
             for s, w, two in zip(selects, widths, halves, strict=True)
         ]
+
+    def _halves(self, context: int) -> bool | None:
+        """How the policy repairs, where there is a choice: equal plans are one graph."""
+        mode = self.mode
+        choice = mode.repair == "exact" and not mode.all_or_nothing
+        return (mode.repairing or mode.budget).halves(context, mode.budget.ratio(context)) if choice else None
 
     def generate(self, sampler: Sampler, limit: int, stops: set[int]) -> Iterator[Step]:
         """Tokens and what their steps did; see Decoder.generate."""

@@ -28,7 +28,7 @@ from prr_pipeline.models.cache import KVCache, LayerCache
 from prr_pipeline.prr.calibration import Window
 from prr_pipeline.prr.predictor import LAST_SCORES
 
-Lane = torch.cuda.Stream | None
+Stream = torch.cuda.Stream | None  # None on a CPU
 Partials = tuple[Tensor, Tensor]
 
 _ONE_LAUNCH = 128  # blocks of A up to which the repair in one launch is the faster one; more of them miss more
@@ -54,20 +54,20 @@ class Plan:
 
 
 @contextmanager
-def forked(lane: Lane) -> Iterator[None]:
-    """Run the calls within on a lane, after what the current stream holds so far."""
-    if lane is None:
+def forked(side: Stream) -> Iterator[None]:
+    """Run the calls within on another stream, after what the current one holds so far."""
+    if side is None:
         yield
         return
-    lane.wait_stream(torch.cuda.current_stream(lane.device))
-    with torch.cuda.stream(lane):
+    side.wait_stream(torch.cuda.current_stream(side.device))
+    with torch.cuda.stream(side):
         yield
 
 
-def join(lane: Lane) -> None:
-    """Let the current stream wait for a lane."""
-    if lane is not None:
-        torch.cuda.current_stream(lane.device).wait_stream(lane)
+def join(side: Stream) -> None:
+    """Let the current stream wait for another one."""
+    if side is not None:
+        torch.cuda.current_stream(side.device).wait_stream(side)
 
 
 class AttentionPhase:
@@ -103,7 +103,7 @@ class AttentionPhase:
         self._partials: dict[tuple[object, ...], Partials] = {}
         self.halves = K > _ONE_LAUNCH
         self.dense = _Dense(cache, self.group)
-        self.learn: Lane = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.learn: Stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def selection(self, layer: int) -> ck.Selection:
         """The buffers of A of a layer."""

@@ -82,7 +82,7 @@ def measure(job: Job, context: int, deltas: list[float], whole: bool) -> tuple[l
 
 
 @dataclass(kw_only=True)
-class _Laid(Fixed):
+class _Repairing(Fixed):
     """A delta, and whether its repair is two launches."""
 
     two: bool = False
@@ -96,8 +96,8 @@ def _steps(job: Job, context: int, rows: list[Row]) -> float:
     """Add to each row the us of whole decode steps at the context: serial_step_us, and prr_step_us of its delta.
 
     Returns:
-        how much less a step of the last row's width takes if nothing is predicted anew, both of them recomputing all of
-        A: a P that is never predicted anew misses more.
+        how much less a step of the first row's width takes if nothing is predicted anew, both of them recomputing all
+        of A for a single miss: a P that is never predicted anew misses more.
     """
     engine = job.engine
     assert isinstance(engine, GraphEngine)
@@ -114,11 +114,11 @@ def _steps(job: Job, context: int, rows: list[Row]) -> float:
         return round(min(times), 3)
 
     serial = us("serial", Off())
-    laid = [_Laid(name="profile", delta=r["delta"], two=r["halves"]) for r in rows]
-    for row, budget in zip(rows, laid, strict=True):
+    budgets = [_Repairing(name="profile", delta=r["delta"], two=r["halves"]) for r in rows]
+    for row, budget in zip(rows, budgets, strict=True):
         row |= {"serial_step_us": serial, "prr_step_us": us("prr", budget)}
     alike = {"repair": "exact", "all_or_nothing": True}
-    learning, not_learning = (us("prr", laid[-1], learns=learns, **alike) for learns in (True, False))
+    learning, not_learning = (us("prr", budgets[0], learns=learns, **alike) for learns in (True, False))
     engine.release()  # a next context's parts need its room
     return round(learning - not_learning, 3)
 

@@ -140,6 +140,7 @@ def test_wrong_shapes_devices_and_dtypes_are_refused_by_name(args: Args, op: str
         ("attend", {"q": torch.randn(2, 6, 8)}, "attend: q (2, 6, 8) has D = 8, k has D = 16"),
         ("append", {"k_new": torch.randn(2, 3, 16)}, "append: k_new (2, 3, 16) has H = 3, k has H = 2"),
         ("attend", {"out": (torch.empty(2, 2, 2, 3, 16), torch.empty(2, 2, 2, 4))}, "expected [B, H, N, 3]"),
+        ("attend", {"waits": False}, "attend: waits is False, but out is None: pass buffers that nothing in front"),
         ("repair", {"o": torch.zeros(2, 2, 2, 4, 16)}, "repair: o is (2, 2, 2, 4, 16), expected [B, H, P, 3, D]"),
         ("repair", {"lse": torch.zeros(2, 2, 5, 3)}, "repair: lse (2, 2, 5, 3) has P = 5, o has P = 2"),
         (

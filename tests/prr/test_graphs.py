@@ -15,6 +15,7 @@ import pytest
 import torch
 from test_engine import KINDS, LAYERS, METHODS, QUEST, THETA, build, prompt, tiny
 
+import cutlass_kernels as ck
 from prr_pipeline.dsa.base import SparseMethod
 from prr_pipeline.dsa.infllm_v2 import InfLLMv2
 from prr_pipeline.dsa.quest import Quest
@@ -111,7 +112,37 @@ def test_repair_in_halves_changes_no_bit(two: bool) -> None:
     for name in ("prr", "reuse_repair"):
         plans = graphs.decoder(start, mode(name, budget=budget), THETAS)._plans(ROOM)
         assert {p.halves for p in plans} == {two}, "modes that are compared repair alike"
+    for name, repair in (("reuse", "exact"), ("prr", "union"), ("reuse_repair", "union")):
+        plans = graphs.decoder(start, mode(name, repair, budget), THETAS)._plans(ROOM)
+        assert {p.halves for p in plans} == {None}, "there is nothing to choose: these are one graph"
     assert told(run(graphs, "prr", budget=budget)) == told(run(graphs, "prr"))
+
+
+@pytest.mark.parametrize("repair", ["exact", "union"])
+def test_attention_over_p_stands_behind_select_and_does_not_wait(repair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it reads was written in front of select, which has waited for that; elsewhere it might read too early."""
+    calls: list[tuple[str, bool]] = []
+
+    def spied(op: str) -> None:
+        inner = getattr(ck, op)
+
+        def call(*args: Any, **named: Any) -> Any:
+            calls.append((op, named.get("waits", True)))
+            return inner(*args, **named)
+
+        monkeypatch.setattr(ck, op, call)
+
+    for op in ("append_quest", "quest_scores", "select", "attend", "merge", "repair", "repair_union", "predict"):
+        spied(op)
+    graphs = engine(tiny("llama"), QUEST)
+    start = graphs.prefill(prompt(70), ROOM)
+    decoder = graphs.decoder(start, mode("prr", repair), THETAS)
+    calls.clear()
+    list(decoder.generate(Sampler(0, 1, 0, "x"), 2, set()))
+    tail = ["repair"] if repair == "exact" else ["merge", "repair_union"]
+    layer = [("append_quest", True), ("quest_scores", True), ("select", True), ("attend", False)]
+    layer += [(op, True) for op in (*tail, "predict")]
+    assert calls[-2 * len(layer) :] == 2 * layer  # the first of three layers is dense
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -308,15 +339,16 @@ def test_captured_repairs_of_both_kinds_yield_the_bits_of_serial(name: str) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("repair", ["exact", "union"])
 @pytest.mark.parametrize("name", GPU_METHODS)
-def test_captured_steps_are_the_eager_ones(name: str) -> None:
+def test_captured_steps_are_the_eager_ones(name: str, repair: str) -> None:
     model = on_gpu("llama")
     eager, captured = (
         engine(model, GPU_METHODS[name], GraphOptions(8, compiled=False, captured=x)) for x in (False, True)
     )
     for one in MODES:
         for temperature in (0.0, 1.3):
-            a, b = (run(x, one, tokens=700, temperature=temperature) for x in (eager, captured))
+            a, b = (run(x, one, tokens=700, temperature=temperature, repair=repair) for x in (eager, captured))
             assert told(a) == told(b), (one, temperature)
 
 

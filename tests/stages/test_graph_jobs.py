@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from jobs import TINY, Runner, results, samples, without_times
 
-from prr_pipeline.prr.graphs import GraphEngine, GraphOptions
+from prr_pipeline.prr.graphs import GraphEngine, GraphOptions, GraphRunner
 from prr_pipeline.prr.phase import AttentionPhase, Plan
 from prr_pipeline.stages import profile_gpu
 from prr_pipeline.stages.job import Job
@@ -73,25 +73,30 @@ def test_a_baseline_is_timed_after_the_modes(run: Runner, graphs: list[GraphEngi
     assert eager["dense_steps"] == 0
 
 
+@pytest.mark.parametrize("repair", ["exact", "union"])
 def test_a_profile_times_whole_steps_of_each_delta(
-    run: Runner, graphs: list[GraphEngine], monkeypatch: pytest.MonkeyPatch
+    run: Runner, graphs: list[GraphEngine], monkeypatch: pytest.MonkeyPatch, repair: str
 ) -> None:
     """As on a GPU; each delta with the repair that is its faster one, and the cache is as it was for the next."""
     seen: list[tuple[Any, ...]] = []
     speculative = AttentionPhase.speculative
 
     def spied(phase: AttentionPhase, plan: Plan, *args: Any) -> Any:
-        seen.append((plan.width, plan.halves, plan.learns))
+        seen.append((plan.width, plan.halves, plan.learns, plan.all_or_nothing, plan.repair))
         return speculative(phase, plan, *args)
 
     monkeypatch.setattr(AttentionPhase, "speculative", spied)
-    job = Job(run.cfg(*WORDS))
+    job = Job(run.cfg(*WORDS, f"runtime.repair={repair}"))
+    times = iter(range(100, 0, -1))
+    monkeypatch.setattr(GraphRunner, "_timed", lambda runner, body, steps: body(steps) or next(times) * float(steps))
     top_k, ways = job.method.top_k, [(1.0, False), (2.0, True)]
     rows: list[dict[str, Any]] = [{"delta": d, "halves": halves} for d, halves in ways]
     learning = profile_gpu._steps(job, 1000, rows)
-    wanted = [(int(d * top_k), halves, True) for d, halves in ways]
-    assert list(dict.fromkeys(seen)) == [*wanted, (*wanted[1][:2], False)] and learning < rows[1]["prr_step_us"]
-    assert len({r["serial_step_us"] for r in rows}) == 1 and all(r["prr_step_us"] > 0 for r in rows)
+    wanted = [(int(d * top_k), halves if repair == "exact" else None, True, False, repair) for d, halves in ways]
+    alike = [(int(ways[0][0] * top_k), None, learns, True, "exact") for learns in (True, False)]
+    assert list(dict.fromkeys(seen)) == [*wanted, *alike]
+    us = [row[key] for row in rows for key in ("serial_step_us", "prr_step_us")]
+    assert us[0] == us[2] > us[1] > us[3] > learning > 0, "each burst was told to be faster than the one before"
     assert graphs[0]._arena is None, "its room is the next context's"
     seen.clear()
     job.method.dense_len = 1000  # the first length at which it selects is the last of the profile's steps
