@@ -176,7 +176,9 @@ def overlap_figure(steps: Sequence[Record], model: str, dsa: str) -> Figure | No
                 mean = f"mean of all steps {100 * np.mean(known):.1f} %"
                 place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
                 axes.annotate(mean, (0, 1), (0, 17 - 13 * index), color=colour, fontsize=9.5, **place)
-        axes.set_title(name, loc="left", fontsize=10, pad=32)  # the means stand under it
+        n = len({record["id"] for record in base if record["task"] in shown})
+        of = f"{name}, n = {n}" if len(panels) > 1 else name  # else the subtitle says how many
+        axes.set_title(of, loc="left", fontsize=10, pad=32)  # the means stand under it
         axes.set_xlabel("decode step")
         axes.margins(x=0)
     all_axes[0].set_ylabel("overlap of dynamic blocks, %")
@@ -243,5 +245,7 @@ def layers_figure(layers: Sequence[Record], model: str, dsa: str) -> Figure | No
         axes.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 0.98), fontsize=9)
         axes.margins(x=0.01)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    all_axes[1].set_xlabel("layer")
+    first = min(record["layer"] for own in shown.values() for record in own)
+    dense = {0: "", 1: " (0 is dense)", 2: " (0 and 1 are dense)"}.get(first, f" (0 to {first - 1} are dense)")
+    all_axes[1].set_xlabel(f"layer{dense}")
     return figure

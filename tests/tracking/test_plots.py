@@ -96,7 +96,7 @@ def test_overlap_is_the_mean_over_samples_with_a_panel_a_task():
     records.append(step("serial", 0, hit_dynamic=None, overlap_last=0.1))  # prr has its own A
     figure = plots.overlap_figure(records, "tiny", "quest")
     first, second = figure.axes
-    assert (first.get_title("left"), second.get_title("left")) == ("t1", "t2")
+    assert (first.get_title("left"), second.get_title("left")) == ("t1, n = 2", "t2, n = 2")
     at, percent = curve(first, "P (forecast) with A")
     assert at == [0, 1, 2, 3] and percent == pytest.approx([90, 91, 92, 93])
     at, percent = curve(first, "A with the A of the step before")
@@ -116,7 +116,7 @@ def test_overlap_has_no_tick_that_is_no_percentage(low):
     assert 0 <= bottom <= 100 * low and top == 101, "an axis of percentages ends at none"
 
 
-@pytest.mark.parametrize(("tasks", "names"), [(1, ["task0"]), (2, ["task0", "task1"]), (6, ["6 tasks"])])
+@pytest.mark.parametrize(("tasks", "names"), [(1, ["task0"]), (2, ["task0, n = 1", "task1, n = 1"]), (6, ["6 tasks"])])
 def test_overlap_names_the_tasks_and_writes_means_above_the_axes(tasks, names):
     records = [
         step("prr", i, f"s{t}", f"task{t}", hit_dynamic=0.5, overlap_last=0.25) for i in range(4) for t in range(tasks)
@@ -182,6 +182,7 @@ def test_layers_are_bars_of_the_two_modes():
     assert bars(missed, "reuse_repair") == [13, 14]
     assert bars(wasted, "prr") == [5, 5]
     assert len(missed.containers) == 2
+    assert wasted.get_xlabel() == "layer (0 and 1 are dense)"
 
 
 def test_layers_weigh_each_step_the_same():
