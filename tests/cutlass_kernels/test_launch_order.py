@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches overlap. What that rests on is where a kernel waits and lets the next one start, which its PTX tells."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+
+BUILD = """
+from cutlass_kernels.compile import build
+from cutlass_kernels.templates import append, attend, infllm_scores, linear, merge
+from cutlass_kernels.templates import predict, quest_scores, repair, select
+from cutlass_kernels.templates.topk import shape_of
+half = dict(dtype="bfloat16", head_dim=64)
+block = dict(half, group=4, block=64, paged=False)
+build(append.Append, **half, block=64, paged=False, quest=True)
+build(quest_scores.QuestScores, **half, group=4)
+build(infllm_scores.InfllmScores, **half, group=4, per_block=4, reach=1)
+build(select.Select, **shape_of(8192), vector=True)
+build(attend.Attend, **block)
+build(repair.Repair, **block, capacity=64)
+build(merge.Merge, **half, group=4)
+build(predict.Predict, **shape_of(2048), vector=True)
+build(linear.Linear, dtype="bfloat16", k=1024, rows=1, split=1, bias=False)
+"""
+WAIT, START = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """PTX of each kernel by its template's name, and the name of its function where there are two."""
+    folder = tmp_path_factory.mktemp("ptx")
+    env = os.environ | {"CUTE_DSL_KEEP": "ptx", "CUTE_DSL_DUMP_DIR": str(folder), "CUTE_DSL_ARCH": "sm_90a"}
+    subprocess.run([sys.executable, "-c", BUILD], env=env, check=True, capture_output=True)
+    found = {}
+    for path in folder.glob("*.ptx"):
+        for body in path.read_text().split(".visible .entry ")[1:]:
+            named = re.match(r"kernel_cutlass_(\w+?)_cutlass_kernelstemplates[a-z_]+?([A-Z]\w*?)_object", body)
+            function, template = named.groups()
+            found[template if function == "kernel" else f"{template}.{function}"] = body
+    return found
+
+
+def places(ptx, pattern):
+    return [m.start() for m in re.finditer(pattern, ptx)]
+
+
+def test_every_kernel_waits_before_it_lets_the_next_one_start(kernels):
+    """Attention over P reads, without waiting, what stands further in front: this is why that is there."""
+    assert len(kernels) == 10
+    for name, ptx in kernels.items():
+        waits, starts = places(ptx, WAIT), places(ptx, START)
+        assert waits and starts, name
+        assert waits[0] < starts[0], name
+
+
+def test_attention_that_waits_last_waits_behind_all_that_it_writes(kernels):
+    ptx = kernels["Attend"]
+    assert places(ptx, WAIT)[-1] > places(ptx, r"st\.global")[-1]
