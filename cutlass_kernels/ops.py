@@ -668,8 +668,7 @@ def repair(
     d("lse", lse, f"B H P {G}", torch.float32)
     _listed(d, selection.ids, k, seq_lens, page_table)
     out = _outputs(d, q, out)
-    listed = selection.ids, selection.position
-    torch.ops.prr.repair(q, k, v, *listed, o, lse, seq_lens, scale, page_table, *out)
+    torch.ops.prr.repair(q, k, v, selection.ids, selection.position, o, lse, seq_lens, scale, page_table, *out)
     return out
 
 

@@ -444,13 +444,7 @@ def attend_missed(
 
 
 def merge_repaired(
-    position: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    fresh_o: Tensor,
-    fresh_lse: Tensor,
-    out: Tensor,
-    out_lse: Tensor,
+    position: Tensor, o: Tensor, lse: Tensor, fresh_o: Tensor, fresh_lse: Tensor, out: Tensor, out_lse: Tensor
 ) -> None:
     """Merge over A: looked up where there is a position, else fresh."""
     if o.shape[2]:

@@ -78,22 +78,7 @@ class Attend(Tile):
         mma = self.plan()
         tiles = cute.ceil_div(ids.shape[2], self.per) * self.tiles
         self.kernel(
-            q,
-            tma_k,
-            gk,
-            tma_v,
-            gv,
-            ids,
-            position,
-            seq_lens,
-            table,
-            o,
-            lse,
-            mode,
-            scale,
-            mma,
-            room,
-            k.shape[2],
+            q, tma_k, gk, tma_v, gv, ids, position, seq_lens, table, o, lse, mode, scale, mma, room, k.shape[2]
         ).launch(
             grid=[tiles, ids.shape[1], ids.shape[0]],
             block=[self.WARPS * 32, 1, 1],
@@ -256,15 +241,14 @@ def launch(q, k, v, ids, position, seq_lens, page_table, o, lse, mode, scale, op
     G = q.shape[1] // H
     asked = {"dtype": q.dtype, "head size": D, "block size": T, "query heads a KV head": G}
     templates.serve(op, q, Attend.SERVES, asked)
-    small = {"ids": ids, "position": position, "seq_lens": seq_lens, "page_table": page_table, "lse": lse}
-    templates.contiguous(op, **small)
+    templates.contiguous(op, ids=ids, position=position, seq_lens=seq_lens, page_table=page_table, lse=lse)
     templates.door(op, q=q, k=k, v=v, o=o)
     if ids.numel() == 0 or k.numel() == 0:
         o.zero_()  # a cache without slots: all ids are padding
         lse.fill_(float("-inf"))
         return
-    params = {"head_dim": D, "group": G, "block": T, "paged": page_table is not None}
-    kernel = compiled(Attend, dtype=templates.name(q.dtype), **params)
+    paged = page_table is not None
+    kernel = compiled(Attend, dtype=templates.name(q.dtype), head_dim=D, group=G, block=T, paged=paged)
     kernel(q, k, v, ids, position, seq_lens, page_table, o, lse, mode, scale)
 
 

@@ -93,27 +93,9 @@ class Repair(Missed, Tree):
         """Launch."""
         tma_k, gk, room_k = self.source(k, self.D, self.slots)
         tma_v, gv, room_v = self.source(v, self.cols, self.slots)
-        rooms, mma = (room_k, room_v), self.plan()
-        self.kernel(
-            q,
-            tma_k,
-            gk,
-            tma_v,
-            gv,
-            ids,
-            position,
-            o,
-            lse,
-            seq_lens,
-            scale,
-            table,
-            out,
-            out_lse,
-            mma,
-            *rooms,
-            k.shape[2],
-        ).launch(
-            grid=[self.crowd(), ids.shape[1], ids.shape[0]],
+        tensors = q, tma_k, gk, tma_v, gv, ids, position, o, lse, seq_lens, scale, table, out, out_lse
+        self.kernel(*tensors, self.plan(), room_k, room_v, k.shape[2]).launch(
+            grid=[-(-self.G // self.heads) * self.slices, ids.shape[1], ids.shape[0]],
             block=[self.CREW * 32, 1, 1],
             stream=stream,
             use_pdl=True,
@@ -192,10 +174,6 @@ class Repair(Missed, Tree):
             out[b, h * self.G + g, at] = value.to(self.dtype)
             if at == 0:
                 out_lse[b, h * self.G + g] = log
-
-    def crowd(self):
-        """CTAs of a KV head."""
-        return -(-self.G // self.heads) * self.slices
 
     @cute.jit
     def memory(self, room_k, room_v):
@@ -313,12 +291,12 @@ def repair(q, k, v, ids, position, o, lse, seq_lens, scale, page_table, out, out
         return
     asked = {"dtype": q.dtype, "head size": D, "block size": T, "query heads a KV head": G}
     templates.serve("repair", q, Repair.SERVES, asked)
-    small = {"ids": ids, "position": position, "seq_lens": seq_lens, "page_table": page_table, "lse": lse}
-    templates.contiguous("repair", **small, out=out, out_lse=out_lse)
+    listed = {"ids": ids, "position": position, "seq_lens": seq_lens, "page_table": page_table}
+    templates.contiguous("repair", **listed, lse=lse, out=out, out_lse=out_lse)
     templates.door("repair", q=q, k=k, v=v, o=o)
     params = {"head_dim": D, "group": G, "block": T, "paged": page_table is not None}
-    params |= {"capacity": templates.round_up(parts, Repair.CAPACITIES[0])}
-    kernel = compiled(Repair, dtype=templates.name(q.dtype), **params)
+    capacity = templates.round_up(parts, Repair.CAPACITIES[0])
+    kernel = compiled(Repair, dtype=templates.name(q.dtype), **params, capacity=capacity)
     kernel(q, k, v, ids, position, o, lse, seq_lens, scale, page_table, out, out_lse)
 
 

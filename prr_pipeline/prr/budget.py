@@ -176,7 +176,7 @@ class Profiled(BudgetPolicy):
         if self._allowed is None:
             raise ConfigError("budget=profiled has no profile; run stage profile before decode")
         context = min(max(context, min(self._table)), max(self._table))
-        near = min(self._table, key=lambda c: abs(c - context))
+        near = self._nearest(context)
         if abs(near - context) <= _NEAR * near:
             return self._table[near]
         allowed = float(np.polyval(self._allowed, context / 1024))
@@ -185,8 +185,11 @@ class Profiled(BudgetPolicy):
 
     def halves(self, context: int, delta: float) -> bool | None:
         """As at the nearest profiled context."""
-        near = min(self._table, key=lambda c: abs(c - context), default=0)
-        return self._halves.get((near, delta))
+        return self._halves.get((self._nearest(context), delta))
+
+    def _nearest(self, context: int) -> int:
+        """The profiled context that is; 0 without a profile."""
+        return min(self._table, key=lambda c: abs(c - context), default=0)
 
     def regression(self) -> dict[str, Any]:
         """Coefficients, highest power first, in us over context / 1024."""

@@ -273,13 +273,13 @@ class GraphDecoder:
         m, mode = self.method, self.mode
         selects = [mode.name != "dense" and m.selects(m.dense_layers, c) for c in contexts]
         widths = [mode.budget.blocks(m.top_k, c) if s else 0 for s, c in zip(selects, contexts, strict=True)]
-        halves = [self._halves(c) if w else None for w, c in zip(widths, contexts, strict=True)]
         learns = mode.learns and any(widths)
+        serial = Plan(True, learns=learns)
         return [
-            Plan(True, w, mode.repair if w else "exact", mode.all_or_nothing and w > 0, learns, two)
+            (Plan(True, w, mode.repair, mode.all_or_nothing, learns, self._halves(c)) if w else serial)
             if s
             else Plan(False)
-            for s, w, two in zip(selects, widths, halves, strict=True)
+            for s, w, c in zip(selects, widths, contexts, strict=True)
         ]
 
     def _halves(self, context: int) -> bool | None:

@@ -184,18 +184,12 @@ class AttentionPhase:
 
     def choose(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> ck.Selection:
         """Score and select; A against P."""
-        self.score(layer, at, q, scale)
-        return self.pick(plan, layer)
-
-    def score(self, layer: int, at: LayerCache, q: Tensor, scale: float) -> None:
-        """Scores of all blocks."""
-        self.method.score(q, at.meta, self.cache.seq_lens, scale, self.scores[layer])
-
-    def pick(self, plan: Plan, layer: int) -> ck.Selection:
-        """A of the scores, against P."""
-        m, ahead = self.method, self.ahead(plan.width)[layer]
-        rule = (m.block_size, m.top_k, m.sink, m.local)
-        return ck.select(self.scores[layer], self.cache.seq_lens, *rule, predicted=ahead, out=self.selection(layer))
+        m, lens, scores = self.method, self.cache.seq_lens, self.scores[layer]
+        m.score(q, at.meta, lens, scale, scores)
+        ahead = self.ahead(plan.width)[layer]
+        return ck.select(
+            scores, lens, m.block_size, m.top_k, m.sink, m.local, predicted=ahead, out=self.selection(layer)
+        )
 
     def attend_ahead(
         self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float, waits: bool = True

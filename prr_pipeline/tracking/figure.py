@@ -100,9 +100,14 @@ def tokens(count: int) -> str:
     return f"{count // 1024}K" if count % 1024 == 0 else str(count)
 
 
+def count_samples(records: Iterable[Record]) -> int:
+    """Return how many samples the records are of."""
+    return len({record["id"] for record in records})
+
+
 def of_what(model: str, dsa: str, records: Sequence[Record]) -> str:
     """Return what a plot is of: the model, the method, and how many samples."""
-    n = len({record["id"] for record in records})
+    n = count_samples(records)
     return f"{model} x {dsa}, n = {n} sample{'s' * (n != 1)}"
 
 

@@ -25,6 +25,7 @@ from prr_pipeline.tracking.figure import (
     SKY,
     STYLE,
     Record,
+    count_samples,
     digits,
     legend,
     line,
@@ -176,7 +177,7 @@ def overlap_figure(steps: Sequence[Record], model: str, dsa: str) -> Figure | No
                 mean = f"mean of all steps {100 * np.mean(known):.1f} %"
                 place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
                 axes.annotate(mean, (0, 1), (0, 17 - 13 * index), color=colour, fontsize=9.5, **place)
-        n = len({record["id"] for record in base if record["task"] in shown})
+        n = count_samples(record for record in base if record["task"] in shown)
         of = f"{name}, n = {n}" if len(panels) > 1 else name  # else the subtitle says how many
         axes.set_title(of, loc="left", fontsize=10, pad=32)  # the means stand under it
         axes.set_xlabel("decode step")
