@@ -5,9 +5,8 @@ One decode step of a layer, for B sequences of ragged length, one query token ea
 
     append_quest(k_new, v_new, k, v, kmin, kmax, seq_lens)
     scores = quest_scores(q, kmin, kmax, seq_lens, block)
-    A = select(scores, seq_lens, block, top_k, sink, local, predicted=P)
-    attend(q, k, v, P, seq_lens, scale, out=partials, waits=False)  # on a GPU: beside the line above
-    out, lse = repair(q, k, v, A, *partials, seq_lens, scale)       # bit for bit merge(attend(A))
+    speculate(q, k, v, P, scores, seq_lens, scale, A, partials, sink, local)  # select A; beside it attend(P)
+    out, lse = repair(q, k, v, A, *partials, seq_lens, scale)                 # bit for bit merge(attend(A))
     predict(scores, level, trend, theta, seq_lens, block, sink, local, out=P)
 
 attend_missed and merge_repaired are the halves of repair, faster where much is missed. Without P, select, attend_missed
@@ -36,6 +35,7 @@ from cutlass_kernels.ops import (
     repair_union,
     replay_hits,
     select,
+    speculate,
 )
 
 __all__ = [
@@ -58,4 +58,5 @@ __all__ = [
     "repair_union",
     "replay_hits",
     "select",
+    "speculate",
 ]

@@ -209,7 +209,7 @@ def _attention(case: Case) -> Calls:
         attend(0)
         wanted = torch.empty_like(parts[0]), torch.empty_like(parts[1])
         k, v = caches[0]
-        reference.attend(x.q, k, v, lists[0], x.lens, x.scale, None, *wanted, True)
+        reference.attend(x.q, k, v, lists[0], x.lens, x.scale, None, *wanted)
         close(parts[0], wanted[0], 1e-5, "attend o")
         close(parts[1], wanted[1], 1e-5, "attend lse")
         merge(0)
@@ -393,21 +393,17 @@ def _layer(case: Case) -> Calls:
     def score(i: int) -> None:
         ck.quest_scores(x.q, *meta[i], x.lens, case.block, out=scores)
 
-    def pick(predicted: Tensor | None = None) -> None:
-        ck.select(scores, x.lens, case.block, case.top_k, predicted=predicted, out=picked)
-
     def serial(i: int) -> object:
         i %= x.sets
         score(i)
-        pick()
+        ck.select(scores, x.lens, case.block, case.top_k, out=picked)
         ck.attend_missed(x.q, *caches[i], picked, x.lens, x.scale, out=fresh)  # without P: all of A
         return ck.merge(*fresh, x.out)
 
     def prr(i: int) -> object:
         i %= x.sets
         score(i)
-        pick(P[i])
-        ck.attend(x.q, *caches[i], P[i], x.lens, x.scale, out=parts, waits=False)
+        ck.speculate(x.q, *caches[i], P[i], scores, x.lens, x.scale, picked, parts)
         return ck.repair(x.q, *caches[i], picked, *parts, x.lens, x.scale, out=x.out)
 
     for i in range(x.sets):  # a hit rate of .95

@@ -23,6 +23,7 @@ ROUTES = {
     "predict": "predict",
     "replay_hits": "replay_hits",
     "attend": "attend",
+    "speculate": "speculate",
     "merge": "merge",
     "attend_missed": "repair",
     "merge_repaired": "repair",

@@ -138,6 +138,7 @@ OPS = {
         "predict": ("level", "trend", "ids"),
         "replay_hits": ("size", "total", "hits", "weight"),
         "attend": ("o", "lse"),
+        "speculate": ("ids", "position", "missed", "counts", "o", "lse"),
         "merge": ("out", "out_lse"),
         "attend_missed": ("o", "lse"),
         "merge_repaired": ("out", "out_lse"),
@@ -346,6 +347,16 @@ class Selection(NamedTuple):
         return cls(a, b, c, torch.zeros(B, H, 2, dtype=torch.int32, device=device))
 
 
+def _check_select(d: _Dims, scores: Tensor, seq_lens: Tensor, predicted: Tensor, out: Selection, top_k: int) -> None:
+    d("scores", scores, "B H N", torch.float32)
+    d("seq_lens", seq_lens, "B", torch.int32)
+    d("predicted", predicted, "B H P", torch.int32)
+    d("out.ids", out.ids, f"B H {top_k}", torch.int32)
+    d("out.position", out.position, f"B H {top_k}", torch.int32)
+    d("out.missed", out.missed, f"B H {top_k}", torch.int32)
+    d("out.counts", out.counts, "B H 2", torch.int32)
+
+
 def select(
     scores: Tensor,
     seq_lens: Tensor,
@@ -376,14 +387,7 @@ def select(
     if predicted is None:
         predicted = torch.empty(B, H, 0, dtype=torch.int32, device=scores.device)
     out = Selection.empty(B, H, top_k, scores.device) if out is None else out
-    d = _Dims("select")
-    d("scores", scores, "B H N", torch.float32)
-    d("seq_lens", seq_lens, "B", torch.int32)
-    d("predicted", predicted, "B H P", torch.int32)
-    d("out.ids", out.ids, f"B H {top_k}", torch.int32)
-    d("out.position", out.position, f"B H {top_k}", torch.int32)
-    d("out.missed", out.missed, f"B H {top_k}", torch.int32)
-    d("out.counts", out.counts, "B H 2", torch.int32)
+    _check_select(_Dims("select"), scores, seq_lens, predicted, out, top_k)
     torch.ops.prr.select(scores, seq_lens, block_size, sink, local, predicted, *out)
     return out
 
@@ -514,12 +518,8 @@ def attend(
     scale: float,
     page_table: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
-    waits: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """One softmax partial a listed block, the same bits whatever else is listed.
-
-    Attention over P beside the selection of A is a matter of order: select, attend(P, waits=False), repair, on one
-    stream of a GPU.
 
     Args:
         q: [B, Hq, D]. k, v: [B, H_kv, S, T, D]; tokens at and beyond seq_lens are never read.
@@ -527,10 +527,6 @@ def attend(
         scale: of the logits.
         page_table: [B, H_kv, C] int32, block -> slot; identity when None.
         out: buffers (o, lse), allocated when None.
-        waits: False: on a GPU it runs beside the op in front of it on its stream, so that it must neither read what
-            that op writes nor overwrite what it reads. What ops further in front wrote is there: every op that waits
-            does so before it lets the next one start. It does not end before that op, so that ops behind it need not
-            know. Needs `out`: memory allocated here may be memory that the op in front still reads.
 
     Returns:
         o: [B, H_kv, N, G, D] float32, normalised; 0 for padding.
@@ -540,11 +536,53 @@ def attend(
     G = _check_kv(d, q, k, v, seq_lens, page_table)
     d("ids", ids, "B H N", torch.int32)
     _listed(d, ids, k, seq_lens, page_table)
-    if out is None and not waits:
-        raise ValueError("attend: waits is False, but out is None: pass buffers that nothing in front of it uses")
     out = _partials(d, q, ids, f"B H N {G}", G, out)
-    torch.ops.prr.attend(q, k, v, ids, seq_lens, scale, page_table, *out, waits)
+    torch.ops.prr.attend(q, k, v, ids, seq_lens, scale, page_table, *out)
     return out
+
+
+def speculate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    predicted: Tensor,
+    scores: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    chosen: Selection,
+    partials: tuple[Tensor, Tensor],
+    sink: int = 0,
+    local: int = 1,
+    page_table: Tensor | None = None,
+) -> tuple[Selection, tuple[Tensor, Tensor]]:
+    """select(scores, predicted=P) and, beside it, attend(P): what the paper overlaps (PRR, section 4), bit for bit.
+
+    On a GPU attention over P does not wait for the op in front on the stream either, whose scores it has no use for:
+    that one must not write q, k, v, P, seq_lens or the page table, nor read the partials. What ops further in front
+    wrote is there, since every op waits before it lets the next one start.
+
+    Args:
+        q: [B, Hq, D]. k, v: [B, H_kv, S, T, D]; tokens at and beyond seq_lens are never read.
+        predicted: P, [B, H_kv, P] int32, -1 padded, without duplicates.
+        scores: [B, H_kv, N] float32, of blocks of T tokens.
+        scale: of the logits.
+        chosen: buffers of select, K of them, written.
+        partials: buffers of attend for P, written.
+        sink, local: forced blocks, see select.
+        page_table: [B, H_kv, C] int32, block -> slot; identity when None.
+
+    Returns:
+        chosen and partials.
+    """
+    d = _Dims("speculate")
+    K = chosen.ids.shape[-1]
+    G = _check_kv(d, q, k, v, seq_lens, page_table)
+    _rule("speculate", K, sink, local, k.shape[3])
+    _check_select(d, scores, seq_lens, predicted, chosen, K)
+    _listed(d, predicted, k, seq_lens, page_table)
+    _partials(d, q, predicted, f"B H P {G}", G, partials)
+    torch.ops.prr.speculate(q, k, v, predicted, scores, seq_lens, scale, sink, local, page_table, *chosen, *partials)
+    return chosen, partials
 
 
 def _outputs(d: _Dims, q: Tensor, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:

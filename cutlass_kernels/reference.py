@@ -360,7 +360,6 @@ def attend(
     page_table: Tensor | None,
     o: Tensor,
     lse: Tensor,
-    waits: bool,
 ) -> None:
     """One softmax partial a block."""
     B, H, S, T, D = k.shape
@@ -387,6 +386,29 @@ def attend(
         some = total != 0  # true of NaN: a wrong read must show, not weigh nothing
         o[:, :, part] = torch.where(some[..., None], weighted / total[..., None], 0.0)
         lse[:, :, part] = torch.where(some, base + torch.log(total), -INF)
+
+
+def speculate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    predicted: Tensor,
+    scores: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    sink: int,
+    local: int,
+    page_table: Tensor | None,
+    ids: Tensor,
+    position: Tensor,
+    missed: Tensor,
+    counts: Tensor,
+    o: Tensor,
+    lse: Tensor,
+) -> None:
+    """The selection of A, and partials of P."""
+    select(scores, seq_lens, k.shape[3], sink, local, predicted, ids, position, missed, counts)
+    attend(q, k, v, predicted, seq_lens, scale, page_table, o, lse)
 
 
 def _locate(ids: Tensor, seq_lens: Tensor, page_table: Tensor | None, T: int, S: int) -> tuple[Tensor, Tensor]:
@@ -436,7 +458,7 @@ def attend_missed(
     columns = (lost >= 0).any(1).any(0).nonzero()[:, 0]
     lost = lost[:, :, columns]
     part_o, part_lse = o.new_empty(*lost.shape, *o.shape[3:]), lse.new_empty(*lost.shape, lse.shape[3])
-    attend(q, k, v, lost, seq_lens, scale, page_table, part_o, part_lse, True)
+    attend(q, k, v, lost, seq_lens, scale, page_table, part_o, part_lse)
     fill = (lost >= 0)[..., None]
     o[:, :, columns] = torch.where(fill[..., None], part_o, o[:, :, columns])
     lse[:, :, columns] = torch.where(fill, part_lse, lse[:, :, columns])
@@ -496,7 +518,7 @@ def repair_union(
     parts_lse = torch.empty(B, H, M + 1, G, dtype=torch.float32, device=q.device)
     parts_o[:, :, 0] = o.view(B, H, G, D)
     parts_lse[:, :, 0] = lse.view(B, H, G)
-    attend(q, k, v, missed, seq_lens, scale, page_table, parts_o[:, :, 1:], parts_lse[:, :, 1:], True)
+    attend(q, k, v, missed, seq_lens, scale, page_table, parts_o[:, :, 1:], parts_lse[:, :, 1:])
     merge(parts_o, parts_lse, out, out_lse)
 
 

@@ -8,9 +8,11 @@ each folds the tiles of its slice, in their order.
 
 The bits of a partial depend on q, the block and the scale only.
 
-In mode AHEAD it runs beside the kernel in front of it on its stream, as a rule select: all of that one has started by
-then, and has waited for whatever is read here. To start beside the scores as well was slower: it delays their reads.
+In mode AHEAD (see speculate) it runs beside the kernel in front of it on its stream: all of that one has started by
+then, and has waited for whatever is read here.
 """
+
+from types import SimpleNamespace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -110,16 +112,33 @@ class Attend(Tile):
         slots: Int32,
     ):
         """A CTA, see the module."""
-        t, _, _ = cute.arch.thread_idx()
         cx, h, b = cute.arch.block_idx()
+        x = SimpleNamespace(q=q, ids=ids, position=position, seq_lens=seq_lens, table=table, o=o, lse=lse, slots=slots)
+        source = (tma_k, k, tma_v, v)
+        self.cta(x, source, mode, scale, mma, cx, h, b, self.memory(SmemAllocator(), room))
+
+    def memory(self, smem, room):
+        """Shared memory from an allocator: two tiles laid out as `room`, and what warps and CTAs tell each other."""
+        m = SimpleNamespace()
+        m.k = smem.allocate_tensor(self.dtype, room.outer, 1024, swizzle=room.inner)
+        m.v = smem.allocate_tensor(self.dtype, room.outer, 1024, swizzle=room.inner)
+        m.p = smem.allocate_tensor(Uint32, cute.make_layout((4, 32, 2, self.WARPS)), 16)
+        m.ml = smem.allocate_tensor(Float32, cute.make_layout((2, 16, self.WARPS)), 16)
+        m.full = smem.allocate_tensor(Int64, cute.make_layout((2,)), 8)  # the tile; what the others of the cluster send
+        if self.tiles > 1:
+            inbox = cute.make_layout((4, self.words, 32, self.folders, self.tiles))
+            m.inbox = smem.allocate_tensor(Float32, inbox, 16)
+        return m
+
+    @cute.jit
+    def cta(self, x, source, mode, scale, mma, cx, h, b, m):
+        """All that CTA cx of the row (b, h) does."""
+        t, _, _ = cute.arch.thread_idx()
         wid = cute.arch.make_warp_uniform(t // 32)
         lane = t % 32
-        smem = SmemAllocator()
-        sK = smem.allocate_tensor(self.dtype, room.outer, 1024, swizzle=room.inner)[None, None, None, 0]
-        sV = smem.allocate_tensor(self.dtype, room.outer, 1024, swizzle=room.inner)[None, None, None, 0]
-        sP = smem.allocate_tensor(Uint32, cute.make_layout((4, 32, 2, self.WARPS)), 16)
-        sML = smem.allocate_tensor(Float32, cute.make_layout((2, 16, self.WARPS)), 16)
-        full = smem.allocate_array(Int64, 2)  # the tile; what the others of the cluster send
+        tma_k, k, tma_v, v = source
+        q, ids, o, lse = x.q, x.ids, x.o, x.lse
+        sK, sV, full = m.k[None, None, None, 0], m.v[None, None, None, 0], m.full.iterator
         if t == 0:
             cute.nvgpu.cpasync.prefetch_descriptor(tma_k)
             cute.nvgpu.cpasync.prefetch_descriptor(tma_v)
@@ -135,10 +154,10 @@ class Attend(Tile):
         # early: what is behind this gets room only when the last CTA has, and then its start costs nothing
         cute.arch.griddepcontrol_launch_dependents()
         first, tile = cx // self.tiles * self.per, cx % self.tiles
-        slot, alive = self.peek(ids, position, table, slots, seq_lens[b], mode, b, h, first + lane % self.per)
+        slot, alive = self.peek(ids, x.position, x.table, x.slots, x.seq_lens[b], mode, b, h, first + lane % self.per)
         if wid == 0:
-            source = (tma_k, k, tma_v, v, (b * ids.shape[1] + h) * slots)
-            self.fetch(source, sK, sV, full, slot, alive, tile, 0, lane)
+            start = (b * ids.shape[1] + h) * x.slots
+            self.fetch((*source, start), sK, sV, full, slot, alive, tile, 0, lane)
         qf = self.load_q(q, b, h * self.G, self.G, lane, mma)
         live = cute.make_rmem_tensor((self.per,), Int32)
         work = Boolean(False)
@@ -149,18 +168,17 @@ class Attend(Tile):
         self.clear(state)
         cute.arch.mbarrier_wait(full, 0)
         if work:  # the same for all threads
-            self.tile(sK, sV, sP, sML, live, tile, qf, scale, state, mma, wid, lane)
+            self.tile(sK, sV, m.p, m.ml, live, tile, qf, scale, state, mma, wid, lane)
         if const_expr(self.tiles > 1):
-            inbox = smem.allocate_tensor(Float32, cute.make_layout((4, self.words, 32, self.folders, self.tiles)), 16)
-            self.exchange(state, inbox, full + 1, work, tile, wid, lane, t)
+            self.exchange(state, m.inbox, full + 1, work, tile, wid, lane, t)
         part = tile * self.folders + wid  # whose columns this warp has now
         if wid < self.folders:
             log = cute.make_rmem_tensor((2,), Float32)
-            x = cute.make_rmem_tensor((2, 2, self.nt), Float32)
+            columns = cute.make_rmem_tensor((2, 2, self.nt), Float32)
             for s in range_constexpr(self.per):
                 if live[s] > 0 or (live[s] == 0 and mode <= ALL):
-                    self.normalise(state, s, log, x)
-                    self.write(o, lse, b, h, first + s, log, x, part, lane)
+                    self.normalise(state, s, log, columns)
+                    self.write(o, lse, b, h, first + s, log, columns, part, lane)
                 if live[s] == 0 and mode > ALL and lane < self.G and part == 0:
                     lse[b, h, first + s, lane] = -Float32.inf
         cute.arch.griddepcontrol_wait()  # last, where not first: what is behind this relies on all that is in front
@@ -235,23 +253,29 @@ class Attend(Tile):
                     lse[b, h, n, g] = log[half]
 
 
-def launch(q, k, v, ids, position, seq_lens, page_table, o, lse, mode, scale, op="attend"):
-    """Partials of `ids` into o and lse; `position` is read in mode MISSED only."""
-    B, H, S, T, D = k.shape
+def shape_of(op, q, k, v, ids, position, seq_lens, page_table, o, lse):
+    """Parameters of a Tile for tensors that its kernels can read."""
+    H, T, D = k.shape[1], *k.shape[3:]
     G = q.shape[1] // H
     asked = {"dtype": q.dtype, "head size": D, "block size": T, "query heads a KV head": G}
     templates.serve(op, q, Attend.SERVES, asked)
     templates.contiguous(op, ids=ids, position=position, seq_lens=seq_lens, page_table=page_table, lse=lse)
     templates.door(op, q=q, k=k, v=v, o=o)
+    paged = page_table is not None
+    return {"dtype": templates.name(q.dtype), "head_dim": D, "group": G, "block": T, "paged": paged}
+
+
+def launch(q, k, v, ids, position, seq_lens, page_table, o, lse, mode, scale, op="attend"):
+    """Partials of `ids` into o and lse; `position` is read in mode MISSED only."""
+    shape = shape_of(op, q, k, v, ids, position, seq_lens, page_table, o, lse)
     if ids.numel() == 0 or k.numel() == 0:
         o.zero_()  # a cache without slots: all ids are padding
         lse.fill_(float("-inf"))
         return
-    paged = page_table is not None
-    kernel = compiled(Attend, dtype=templates.name(q.dtype), head_dim=D, group=G, block=T, paged=paged)
+    kernel = compiled(Attend, **shape)
     kernel(q, k, v, ids, position, seq_lens, page_table, o, lse, mode, scale)
 
 
-def attend(q, k, v, ids, seq_lens, scale, page_table, o, lse, waits):
+def attend(q, k, v, ids, seq_lens, scale, page_table, o, lse):
     """The op."""
-    launch(q, k, v, ids, ids, seq_lens, page_table, o, lse, ALL if waits else AHEAD, scale)
+    launch(q, k, v, ids, ids, seq_lens, page_table, o, lse, ALL, scale)

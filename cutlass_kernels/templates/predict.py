@@ -7,6 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass.memory import SmemAllocator
 from torch import Tensor
 
 from cutlass_kernels import templates
@@ -68,7 +69,8 @@ class Predict(RowSelect):
         """CTA `rank` of the cluster of row (b, h)."""
         t, _, _ = cute.arch.thread_idx()
         rank, h, b = cute.arch.block_idx()
-        m = self.setup(False)
+        m = self.memory(SmemAllocator(), False)
+        self.setup(m, False)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         first = rank * self.chunk + t * self.E

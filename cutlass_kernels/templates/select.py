@@ -7,6 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import Int32
+from cutlass.memory import SmemAllocator
 from torch import Tensor
 
 from cutlass_kernels import templates
@@ -75,9 +76,17 @@ class Select(RowSelect):
         counts: cute.Tensor,
     ):
         """CTA `rank` of the cluster of row (b, h)."""
-        t, _, _ = cute.arch.thread_idx()
         rank, h, b = cute.arch.block_idx()
-        m = self.setup(True)
+        out = SimpleNamespace(ids=ids, position=position, missed=missed, counts=counts)
+        self.row(
+            scores, seq_lens, block_size, sink, local, predicted, out, rank, h, b, self.memory(SmemAllocator(), True)
+        )
+
+    @cute.jit
+    def row(self, scores, seq_lens, block_size, sink, local, predicted, out, rank, h, b, m):
+        """All that a CTA does."""
+        t, _, _ = cute.arch.thread_idx()
+        self.setup(m, True)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         first = rank * self.chunk + t * self.E
@@ -86,8 +95,7 @@ class Select(RowSelect):
         n = blocks_of(seq_lens[b], block_size)
         self.ready()
         self.note(early, predicted, b, h, rank, m)
-        key = self.keys(values, first, n, scores.shape[2], ids.shape[2], sink, local)
-        out = SimpleNamespace(ids=ids, position=position, missed=missed, counts=counts)
+        key = self.keys(values, first, n, scores.shape[2], out.ids.shape[2], sink, local)
         self.choose(key, cutlass.min(n, scores.shape[2]), first, b, h, rank, m, out, True)
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
-from cutlass.memory import SmemAllocator
 from torch import Tensor
 
 from cutlass_kernels.templates import common
@@ -47,17 +46,32 @@ class RowSelect:
         """A [B, H_kv, N] float32 argument; whole vectors a row when self.vector."""
         return common.fake(Float32, (B, H, common.sym(4 if self.vector else 1)), 16 if self.vector else 4)
 
-    @cute.jit
-    def setup(self, compare):
-        """Shared memory, cleared; the mbarriers of a cluster, announced."""
-        t, _, _ = cute.arch.thread_idx()
-        smem = SmemAllocator()
-        m = SimpleNamespace()
-        bins = smem.allocate_tensor(Int32, cute.make_layout((3 * 2048 + 4,)), 16)  # the last four: nowhere
-        m.bins = cute.make_tensor(bins.iterator, cute.make_layout((4, 512, 3)))
+    def memory(self, smem, compare):
+        """Shared memory from an allocator."""
+        m = SimpleNamespace(
+            bins=smem.allocate_tensor(Int32, cute.make_layout((3 * BINS + 4,)), 16)
+        )  # last four: nowhere
         m.sums = smem.allocate_tensor(Int32, cute.make_layout((4, 16, 3)), 16)
         m.found = smem.allocate_tensor(Int32, cute.make_layout((4, 4)), 16)  # bin, count before, count; cut
         m.warp = smem.allocate_tensor(Int32, cute.make_layout((2, self.warps)), 16)
+        if compare:
+            m.place = smem.allocate_tensor(Int32, cute.make_layout((4, self.chunk // 4)), 16)
+        C = self.cluster
+        if C == 1:
+            m.range = smem.allocate_tensor(Uint32, cute.make_layout((self.warps, 2)), 16)
+            m.few = smem.allocate_tensor(Uint32, cute.make_layout((FEW,)), 16)
+        else:
+            m.all_sums = smem.allocate_tensor(Int32, cute.make_layout((4, 16, C, 3)), 16)
+            m.all_bins = smem.allocate_tensor(Int32, cute.make_layout((4, 8, C, 3)), 16)
+            m.all_counts = smem.allocate_tensor(Int32, cute.make_layout((4, C)), 16)
+            m.bars = smem.allocate_tensor(Int64, cute.make_layout((8,)), 8)
+        return m
+
+    @cute.jit
+    def setup(self, m, compare):
+        """Clear the shared memory; announce the mbarriers of a cluster."""
+        t, _, _ = cute.arch.thread_idx()
+        m.bins = cute.make_tensor(m.bins.iterator, cute.make_layout((4, 512, 3)))
         zero = cute.make_rmem_tensor((4,), Int32)
         zero.fill(0)
         flat = cute.make_tensor(m.bins.iterator, cute.make_layout((4, 3 * 512)))
@@ -67,23 +81,16 @@ class RowSelect:
         if t < 4:
             cute.autovec_copy(zero, found[None, t])
         if const_expr(compare):
-            m.place = smem.allocate_tensor(Int32, cute.make_layout((4, self.chunk // 4)), 16)
             absent = cute.make_rmem_tensor((4,), Int32)
             absent.fill(ABSENT)
             for i in range_constexpr(self.E // 4):
                 cute.autovec_copy(absent, m.place[None, t + i * self.threads])
         if const_expr(self.cluster == 1):
-            m.range = smem.allocate_tensor(Uint32, cute.make_layout((self.warps, 2)), 16)
-            m.few = smem.allocate_tensor(Uint32, cute.make_layout((FEW,)), 16)
             few = m.few
             if t < FEW:
                 few[t] = Uint32(DEAD)
         else:
             C = self.cluster
-            m.all_sums = smem.allocate_tensor(Int32, cute.make_layout((4, 16, C, 3)), 16)
-            m.all_bins = smem.allocate_tensor(Int32, cute.make_layout((4, 8, C, 3)), 16)
-            m.all_counts = smem.allocate_tensor(Int32, cute.make_layout((4, C)), 16)
-            m.bars = smem.allocate_tensor(Int64, cute.make_layout((8,)), 8)
             bar = m.bars.iterator
             if t == 0:
                 for i in range_constexpr(8):
@@ -93,7 +100,6 @@ class RowSelect:
                     size = const_expr(4 if i == CUT else 16 * C if i == COUNTS else (256, 128)[i % 2] * C)
                     cute.arch.mbarrier_arrive_and_expect_tx(bar + i, size)
             cute.arch.cluster_arrive_relaxed()  # the fence above is what others rely on
-        return m
 
     @cute.jit
     def push(self, source, target, bar, rank):

@@ -3,14 +3,13 @@ r"""The attention phase of a decode step on a device: one call a layer.
 
     append
     score
-    select -> A; beside it: partials = attend(P)
+    speculate: select A, and beside it partials = attend(P); serial: select
     repair: merge(A: partials of A n P, and of A \ P computed now)
     P of the next step, on a stream of its own, which the end of the step joins
 
-All but the last is one stream. attend(P) stands behind select and starts with it: it does not wait for the kernel in
-front (see cutlass_kernels.attend). On a stream of its own it costs a join, a microsecond even if nothing is left to
-wait for; and a kernel that polls for another stream instead is not safe: a GPU that several processes share lets it
-run out its time slice, and starts nothing else meanwhile.
+All but the last is one stream. Attention over P on a stream of its own would cost a join, a microsecond even if nothing
+is left to wait for; and a kernel that polls for another stream instead is not safe: a GPU that several processes share
+lets it run out its time slice, and starts nothing else meanwhile.
 
 Nothing is allocated that another stream touches, and nothing asks the device: the phase can be captured into a CUDA
 graph and replayed with other contents. On a CPU the same calls run one after the other.
@@ -173,34 +172,41 @@ class AttentionPhase:
 
     def speculative(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
         """Attention over P beside the top-K, and repair."""
-        chosen = self.choose(plan, layer, at, q, scale)
-        ready = self.attend_ahead(plan, layer, at, q, scale, waits=False)
-        return self.mend(plan, at, q, chosen, ready, scale)
+        m, lens, ids = self.method, self.cache.seq_lens, self.ahead(plan.width)[layer]
+        scores = self.score(layer, at, q, scale)
+        chosen, partials = ck.speculate(
+            q, at.k, at.v, ids, scores, lens, scale, self.selection(layer), self._ahead(ids), m.sink, m.local
+        )
+        return self.mend(plan, at, q, chosen, self._ready(plan, partials, q), scale)
 
     def end(self, plan: Plan) -> None:
         """What a step must wait for."""
         if plan.learns:
             join(self.learn)
 
+    def score(self, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
+        """The scores of a layer's blocks, [B, H_kv, N]."""
+        self.method.score(q, at.meta, self.cache.seq_lens, scale, self.scores[layer])
+        return self.scores[layer]
+
     def choose(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> ck.Selection:
         """Score and select; A against P."""
-        m, lens, scores = self.method, self.cache.seq_lens, self.scores[layer]
-        m.score(q, at.meta, lens, scale, scores)
-        ahead = self.ahead(plan.width)[layer]
-        return ck.select(
-            scores, lens, m.block_size, m.top_k, m.sink, m.local, predicted=ahead, out=self.selection(layer)
-        )
+        m, scores, ahead = self.method, self.score(layer, at, q, scale), self.ahead(plan.width)[layer]
+        lens, out = self.cache.seq_lens, self.selection(layer)
+        return ck.select(scores, lens, m.block_size, m.top_k, m.sink, m.local, predicted=ahead, out=out)
 
-    def attend_ahead(
-        self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float, waits: bool = True
-    ) -> Partials:
-        """Partials of P; of a union, their merge. waits: for the ops in front, see cutlass_kernels.attend."""
+    def attend_ahead(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Partials:
+        """Partials of P, beside nothing; of a union, their merge."""
         ids = self.ahead(plan.width)[layer]
-        partials = self._buffers("ahead", *ids.shape, self.group)
-        ck.attend(q, at.k, at.v, ids, self.cache.seq_lens, scale, out=partials, waits=waits)
-        if plan.repair == "exact":
-            return partials
-        return ck.merge(*partials, self._buffers("running", *q.shape[:2]))
+        partials = ck.attend(q, at.k, at.v, ids, self.cache.seq_lens, scale, out=self._ahead(ids))
+        return self._ready(plan, partials, q)
+
+    def _ahead(self, ids: Tensor) -> Partials:
+        return self._buffers("ahead", *ids.shape, self.group)
+
+    def _ready(self, plan: Plan, partials: Partials, q: Tensor) -> Partials:
+        """What a repair reads of P."""
+        return partials if plan.repair == "exact" else ck.merge(*partials, self._buffers("running", *q.shape[:2]))
 
     def attend_chosen(self, at: LayerCache, q: Tensor, chosen: ck.Selection, scale: float) -> Tensor:
         """Attention over A, selected against an empty P: all of it was missed."""

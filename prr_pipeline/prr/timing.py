@@ -100,11 +100,11 @@ class PhaseTimes:
 
     def serial(self) -> dict[str, float]:
         """Of a step without speculation: scores, selection with them, attention over A alone, all in order; dense."""
-        phase, cache, lens = self.phase, self.cache, self.cache.seq_lens
+        phase, cache = self.phase, self.cache
         plan = self.plan(0)
 
         def score(layer: int, q: Tensor) -> object:
-            return phase.method.score(q, cache.layers[layer].meta, lens, self.scale, phase.scores[layer])
+            return phase.score(layer, cache.layers[layer], q, self.scale)
 
         def choose(layer: int, q: Tensor) -> ck.Selection:
             return phase.choose(plan, layer, cache.layers[layer], q, self.scale)

@@ -7,7 +7,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from cutlass_kernels.compile import build
-from cutlass_kernels.templates import replay_hits, topk
+from cutlass_kernels.templates import replay_hits, speculate, topk
 from cutlass_kernels.templates.infllm_scores import InfllmScores
 from cutlass_kernels.templates.predict import Predict
 from cutlass_kernels.templates.quest_scores import QuestScores
@@ -34,6 +34,19 @@ def test_select(N, vector):
     assert build(Select, **topk.shape_of(N), vector=vector)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group", "block", "paged", "N"),
+    (
+        ("bfloat16", 128, 16, 64, False, 2048),
+        ("float16", 64, 5, 16, True, speculate.MOST),
+        ("bfloat16", 128, 4, 32, True, 1),
+    ),
+)
+def test_speculate(dtype, head_dim, group, block, paged, N):
+    shape = {"dtype": dtype, "head_dim": head_dim, "group": group, "block": block, "paged": paged}
+    assert build(speculate.Speculate, **shape, per_thread=speculate.per_thread(N), vector=not paged)
+
+
 @pytest.mark.parametrize(("N", "vector"), ((4096, True), (32768, False)))
 def test_predict(N, vector):
     assert build(Predict, **topk.shape_of(N), vector=vector)
@@ -56,6 +69,12 @@ def test_a_cluster_holds_every_block_of_a_row(N):
     assert shape["cluster"] * shape["threads"] * shape["per_thread"] >= N
     assert shape["per_thread"] % 4 == 0 and shape["per_thread"] <= 32  # vectors of four; bits of a mask
     assert shape["threads"] * shape["per_thread"] < 1 << 16  # a CTA's counts fit into half an integer
+
+
+@pytest.mark.parametrize("N", (1, 2048, 2049, speculate.MOST))
+def test_a_cta_holds_every_block_of_a_row(N):
+    each = speculate.per_thread(N)
+    assert 128 * each >= N and each % 4 == 0 and each <= 32
 
 
 def test_rows_that_cannot_be_read_16_bytes_at_a_time():

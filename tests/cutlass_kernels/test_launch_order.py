@@ -13,7 +13,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 BUILD = """
 from cutlass_kernels.compile import build
 from cutlass_kernels.templates import append, attend, infllm_scores, linear, merge
-from cutlass_kernels.templates import predict, quest_scores, repair, select
+from cutlass_kernels.templates import predict, quest_scores, repair, select, speculate
 from cutlass_kernels.templates.topk import shape_of
 half = dict(dtype="bfloat16", head_dim=64)
 block = dict(half, group=4, block=64, paged=False)
@@ -22,6 +22,7 @@ build(quest_scores.QuestScores, **half, group=4)
 build(infllm_scores.InfllmScores, **half, group=4, per_block=4, reach=1)
 build(select.Select, **shape_of(8192), vector=True)
 build(attend.Attend, **block)
+build(speculate.Speculate, **block, per_thread=16, vector=True)
 build(repair.Repair, **block, capacity=64)
 build(merge.Merge, **half, group=4)
 build(predict.Predict, **shape_of(2048), vector=True)
@@ -51,13 +52,21 @@ def places(ptx, pattern):
 
 def test_every_kernel_waits_before_it_lets_the_next_one_start(kernels):
     """Attention over P reads, without waiting, what stands further in front: this is why that is there."""
-    assert len(kernels) == 10
+    assert len(kernels) == 11
     for name, ptx in kernels.items():
         waits, starts = places(ptx, WAIT), places(ptx, START)
         assert waits and starts, name
         assert waits[0] < starts[0], name
 
 
-def test_attention_that_waits_last_waits_behind_all_that_it_writes(kernels):
-    ptx = kernels["Attend"]
+@pytest.mark.parametrize("name", ["Attend", "Speculate"])
+def test_attention_that_waits_last_waits_behind_all_that_it_writes(kernels, name):
+    ptx = kernels[name]
     assert places(ptx, WAIT)[-1] > places(ptx, r"st\.global")[-1]
+
+
+def test_beside_a_selection_attention_starts_at_once_and_the_selection_waits(kernels):
+    """What is next starts when all CTAs let it: those that select have waited by then, and the others need not."""
+    ptx = kernels["Speculate"]
+    marks = sorted((at, what) for what in (WAIT, START) for at in places(ptx, what))
+    assert [what for _, what in marks] == [WAIT, START, START, WAIT]

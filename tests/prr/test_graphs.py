@@ -119,20 +119,20 @@ def test_repair_in_halves_changes_no_bit(two: bool) -> None:
 
 
 @pytest.mark.parametrize("repair", ["exact", "union"])
-def test_attention_over_p_stands_behind_select_and_does_not_wait(repair: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it reads was written in front of select, which has waited for that; elsewhere it might read too early."""
-    calls: list[tuple[str, bool]] = []
+def test_the_scores_stand_right_in_front_of_attention_over_p(repair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not wait for the op in front; that one must have waited for the keys and P, and write none of them."""
+    calls: list[str] = []
 
     def spied(op: str) -> None:
         inner = getattr(ck, op)
 
         def call(*args: Any, **named: Any) -> Any:
-            calls.append((op, named.get("waits", True)))
+            calls.append(op)
             return inner(*args, **named)
 
         monkeypatch.setattr(ck, op, call)
 
-    for op in ("append_quest", "quest_scores", "select", "attend", "merge", "repair", "repair_union", "predict"):
+    for op in ck.OPS:
         spied(op)
     graphs = engine(tiny("llama"), QUEST)
     start = graphs.prefill(prompt(70), ROOM)
@@ -140,8 +140,7 @@ def test_attention_over_p_stands_behind_select_and_does_not_wait(repair: str, mo
     calls.clear()
     list(decoder.generate(Sampler(0, 1, 0, "x"), 2, set()))
     tail = ["repair"] if repair == "exact" else ["merge", "repair_union"]
-    layer = [("append_quest", True), ("quest_scores", True), ("select", True), ("attend", False)]
-    layer += [(op, True) for op in (*tail, "predict")]
+    layer = ["append_quest", "quest_scores", "speculate", *tail, "predict"]
     assert calls[-2 * len(layer) :] == 2 * layer  # the first of three layers is dense
 
 

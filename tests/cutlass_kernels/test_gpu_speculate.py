@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over P that does not wait, on a Hopper GPU: beside the selection, and changing no bit."""
+"""Selection and attention over P in one launch, on a Hopper GPU: the bits of both alone, in whatever order they end."""
 
 from dataclasses import replace
 
@@ -12,27 +12,68 @@ import cutlass_kernels as ck
 pytestmark = needs_sm90
 
 
+def buffers(p, K):
+    """Of the selection and of the partials, with rubbish in them."""
+    B, H, G = p.k.shape[0], p.k.shape[1], p.q.shape[1] // p.k.shape[1]
+    chosen = ck.Selection(*(torch.full_like(x, -7) for x in ck.Selection.empty(B, H, K, "cuda")))
+    o = torch.full((*p.ids.shape, G, p.q.shape[2]), float("nan"), device="cuda")
+    return chosen, (o, o[..., 0].clone())
+
+
+def check(p, N, K, sink=0, local=1, seed=0):
+    """Against select and attend; scores have ties."""
+    gen = torch.Generator().manual_seed(seed)
+    B, H, T = p.k.shape[0], p.k.shape[1], p.k.shape[3]
+    scores = (torch.randn(B, H, N, generator=gen) * 8).round().cuda()
+    wanted = ck.select(scores, p.lens, T, K, sink, local, predicted=p.ids)
+    o, lse = p.attend()
+    chosen, partials = ck.speculate(p.q, p.k, p.v, p.ids, scores, p.lens, p.scale, *buffers(p, K), sink, local, p.table)
+    for got, want in zip(chosen, wanted, strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(partials[0], o) and torch.equal(partials[1], lse)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=name)
-def test_attention_that_does_not_wait_has_the_same_bits(shape):
+def test_it_is_the_selection_and_the_attention(shape):
     p = problem(**shape)
-    wanted = p.attend()
-    room = tuple(torch.full_like(x, float("nan")) for x in wanted)
-    got = ck.attend(p.q, p.k, p.v, p.ids, p.lens, p.scale, p.table, out=room, waits=False)
-    assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
+    blocks = -(-max(p.lens.tolist()) // p.k.shape[3])
+    for K in (1, 6, blocks):
+        check(p, blocks + 5, K, seed=K)
 
 
-def test_what_stands_behind_it_sees_what_stands_in_front():
-    """It ends after the selection in front of it, which is much slower here; replayed, so that launches overlap."""
-    p = problem(B=1, H=2, G=8, T=64, N=4, lens=(256,))
-    scores, lens = torch.empty(64, 2, 60000, device="cuda"), torch.full((64,), 60000, dtype=torch.int32, device="cuda")
-    s, seen = ck.Selection.empty(64, 2, 300, "cuda"), torch.empty(64, 2, 300, dtype=torch.int32, device="cuda")
-    room, out = p.attend(), p.outputs()
+@pytest.mark.parametrize("N", [1, 3, 2047, 2048, 2049, 3001, 4096, 4097, 9000])
+@pytest.mark.parametrize("T", [16, 64])
+def test_rows_of_any_capacity(N, T):
+    """One launch up to 4096 blocks, two beyond."""
+    p = problem(B=2, H=3, G=5, T=T, N=40, lens=(N * T - 3, max(1, N * T // 2)))
+    check(p, N, min(N, 64), sink=min(1, N - 1), local=1)
+
+
+@pytest.mark.parametrize("P", [0, 1, 5, 300])
+def test_predictions_of_any_width(P):
+    p = problem(B=2, H=2, G=8, T=32, N=P, lens=(9000, 0))
+    check(p, 290, 48)
+
+
+def test_without_a_slot_or_a_block_to_take():
+    p = problem(B=2, H=2, G=8, T=32, N=5, lens=(900, 31))
+    check(p, 30, 0, local=0)
+    check(replace(p, k=p.k[:, :, :0].contiguous(), v=p.v[:, :, :0].contiguous()), 30, 4)
+
+
+@pytest.mark.parametrize("N", [4000, 60000], ids=["one launch", "two"])
+def test_what_stands_behind_it_sees_all_of_it(N):
+    """The selection is much slower than the attention here; replayed, so that launches overlap."""
+    p = problem(B=64, H=2, G=8, T=16, N=4, lens=(64,))
+    lens = torch.full((64,), N * 16, dtype=torch.int32, device="cuda")
+    scores, K = torch.empty(64, 2, N, device="cuda"), 300
+    chosen, partials = buffers(p, K)
+    seen, out = torch.empty_like(chosen.ids), p.outputs()
 
     def step():
-        ck.select(scores, lens, 1, 300, out=s)
-        ck.attend(p.q, p.k, p.v, p.ids, p.lens, p.scale, p.table, out=room, waits=False)
-        ck.merge(*room, out)  # a launch that overlaps those in front as far as it may
-        seen.copy_(s.ids)
+        ck.speculate(p.q, p.k, p.v, p.ids, scores, lens, p.scale, chosen, partials)
+        ck.merge(*partials, out)  # a launch that overlaps those in front as far as it may
+        seen.copy_(chosen.ids)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -42,7 +83,7 @@ def test_what_stands_behind_it_sees_what_stands_in_front():
         scores.normal_()
         seen.zero_()
         graph.replay()
-        assert torch.equal(seen, ck.select(scores, lens, 1, 300).ids)
+        assert torch.equal(seen, ck.select(scores, lens, 16, K).ids)
 
 
 @pytest.mark.parametrize("halves", [False, True], ids=["repair", "its halves"])
@@ -65,8 +106,7 @@ def test_layers_of_a_graph_that_share_their_buffers(T, halves):
         for i in range(layers):
             ck.append(new, new, p.k, p.v, p.lens)  # the keys that attention reads are written right in front
             ck.quest_scores(q[i], low[i], high[i], p.lens, T, out=scores)
-            ck.select(scores, p.lens, T, K, predicted=P[i], out=s)
-            ck.attend(q[i], p.k, p.v, P[i], p.lens, p.scale, out=(o, lse), waits=False)
+            ck.speculate(q[i], p.k, p.v, P[i], scores, p.lens, p.scale, s, (o, lse))
             if halves:
                 ck.attend_missed(q[i], p.k, p.v, s, p.lens, p.scale, out=fresh)
                 ck.merge_repaired(s, o, lse, *fresh, outs[i])
