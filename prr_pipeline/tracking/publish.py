@@ -4,7 +4,8 @@
     python -m prr_pipeline.tracking.publish runs/speed/* --out runs/published/h200/decode.json
 
 Each row is a task in a mode, from the job's own records. floor_ms is what a step must read (weights, metadata, A) over
-the read bandwidth that the job's profile measured. hidden is what prr saves over serial, both in CUDA graphs, over what
+the read bandwidth of the GPU: the highest that a profile of these jobs measured, since memory that is not the best
+placed was seen to give an eighth less. hidden is what prr saves over serial, both in CUDA graphs, over what
 speculation could hide at best: in every layer that selects, the shorter of selection (scores and top-K) and attention
 over P. Run it on the machine of the jobs: the file names its GPU and driver. Later, anywhere, the file becomes a table:
 
@@ -20,36 +21,39 @@ from typing import Any
 
 from prr_pipeline.errors import MissingInput, PrrError
 from prr_pipeline.tracking.cells import grid
-from prr_pipeline.tracking.report import load_job
+from prr_pipeline.tracking.report import load_finished
 
 Row = dict[str, Any]
 _KEYS = ("model", "weights", "device", "dsa", "benchmark", "queries", "task", "mode", "repair", "delta", "n", "score")
 _MEANS = ("hit_rate_dynamic", "overlap_last", "missed_per_step", "wasted_per_step", "tokens_equal_serial")
 
 
-def rows(folder: Path) -> list[Row]:
-    """Published rows of a job.
+def rows(jobs: Sequence[Row]) -> list[Row]:
+    """Published rows of jobs, see report.load_job."""
+    profiles = [_profile(job["folder"]) for job in jobs]
+    ceiling = max((p["ceiling_tbs"] for p in profiles if p.get("ceiling_tbs")), default=None)
+    return [row for job, profile in zip(jobs, profiles, strict=True) for row in _rows(job, profile, ceiling)]
 
-    Raises:
-        MissingInput: the folder is no job with a finished stage evaluate.
-    """
-    job = load_job(folder)
-    lines = (folder / "decode" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    samples = [json.loads(line) for line in lines]
+
+def _profile(folder: Path) -> Row:
     path = folder / "profile" / "profile.json"
-    profile = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    found = [_row(row, job["config"], samples, profile) for row in job["rows"]]
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _rows(job: Row, profile: Row, ceiling: float | None) -> list[Row]:
+    lines = (job["folder"] / "decode" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    samples = [json.loads(line) for line in lines]
+    found = [_row(row, job["config"], samples, profile, ceiling) for row in job["rows"]]
     serial = {row["task"]: row for row in found if row["mode"] == "serial"}
     for row in found:
         row["hidden"] = _hidden(row, serial[row["task"]])
     return found
 
 
-def _row(row: Row, config: Row, samples: list[Row], profile: Row) -> Row:
+def _row(row: Row, config: Row, samples: list[Row], profile: Row, ceiling: float | None) -> Row:
     own = [s for s in samples if (s["task"], s["mode"]) == (row["task"], row["mode"])]
     context = round(sum(s["prompt_tokens"] for s in own) / len(own))
     read = sum(s["read_bytes"] for s in own) / len(own)
-    ceiling = profile.get("ceiling_tbs")
     asked = config["benchmark"].get("length") or context
     return {
         **{key: row.get(key) for key in _KEYS},
@@ -157,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.jobs:
             head = _head(args.commit, args.out.stem)  # first: without a GPU nothing else is worth doing
-            head["rows"] = [row for job in args.jobs for row in rows(job)]
+            head["rows"] = rows(load_finished(args.jobs, "publish"))
             bench.write(args.out, head)
             print(f"{len(head['rows'])} rows in {args.out}")
         if args.document:

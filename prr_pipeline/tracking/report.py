@@ -42,6 +42,7 @@ def load_job(folder: Path) -> dict[str, Any]:
     texts = [evaluate / "results.md", evaluate / "paper.md"]
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return {
+        "folder": folder,
         "group": f"{config['experiment']}-{folder.name}",
         "config": config,
         "rows": results["rows"],
@@ -49,7 +50,7 @@ def load_job(folder: Path) -> dict[str, Any]:
     }
 
 
-def load_finished(folders: Sequence[Path]) -> list[dict[str, Any]]:
+def load_finished(folders: Sequence[Path], program: str = "report") -> list[dict[str, Any]]:
     """Jobs whose evaluate is finished; the others are named on stderr, as a pattern over a sweep finds them too.
 
     Raises:
@@ -64,7 +65,7 @@ def load_finished(folders: Sequence[Path]) -> list[dict[str, Any]]:
     if not jobs:
         raise MissingInput("\n".join(map(str, others)))
     for other in others:
-        print(f"report: left out: {other}", file=sys.stderr)
+        print(f"{program}: left out: {other}", file=sys.stderr)
     return jobs
 
 

@@ -10,11 +10,12 @@ import torch
 
 from cutlass_kernels import bench
 from prr_pipeline.tracking import publish
+from prr_pipeline.tracking.report import load_job
 
 HEAD = {"gpu": "g", "driver": "d", "torch": "t", "cutlass": "c", "commit": "0123456789abcdef", "date": "2026-01-01"}
 
 
-def job(folder: Path, **times: float) -> Path:
+def job(folder: Path, ceiling: float = 4.0, **times: float) -> Path:
     """A job whose modes took so many ms, as its stages leave it."""
     for stage in ("decode", "profile", "evaluate"):
         (folder / stage).mkdir(parents=True)
@@ -31,7 +32,7 @@ def job(folder: Path, **times: float) -> Path:
         sample = {"task": "locality", "mode": mode, "prompt_tokens": 130942, "read_bytes": 20e9, "sparse_layers": 38}
         samples.append(sample | {"id": "s"})
     profile = {
-        "ceiling_tbs": 4.0,
+        "ceiling_tbs": ceiling,
         "rows": [
             {"context": c, "delta": d, "select_us": us, "attend_us": us / 2 * d, "repair_us": 5.0}
             for c, us in ((65536, 8.0), (131072, 10.0))
@@ -55,12 +56,28 @@ def by_mode(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def test_rows_have_their_floor_and_what_was_hidden(tmp_path: Path) -> None:
-    rows = by_mode(publish.rows(job(tmp_path / "a", serial=7.0, prr=6.8, dense=9.0)))
+    rows = by_mode(publish.rows([load_job(job(tmp_path / "a", serial=7.0, prr=6.8, dense=9.0))]))
     assert rows["serial"]["floor_ms"] == 5.0, "20 GB at 4 TB/s"
     prr = rows["prr"]
     assert (prr["context"], prr["select_us"], prr["attend_us"], prr["repair_us"]) == (131072, 10.0, 7.5, 5.0)
     assert prr["hidden"] == pytest.approx(0.2 / (38 * 7.5e-3), abs=1e-4)
     assert rows["serial"]["hidden"] is None and rows["serial"]["attend_us"] == 6.0
+
+
+def test_the_floor_is_at_the_best_bandwidth_of_the_jobs(tmp_path: Path) -> None:
+    jobs = [load_job(job(tmp_path / name, tbs, serial=7.0)) for name, tbs in (("a", 3.5), ("b", 4.0))]
+    assert {row["floor_ms"] for row in publish.rows(jobs)} == {5.0}
+
+
+def test_a_job_that_is_not_finished_is_named_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(bench, "envelope", lambda rows, commit, name, program: {"name": name, **HEAD, "rows": rows})
+    done, other = job(tmp_path / "a", serial=7.0), job(tmp_path / "b", serial=7.0)
+    (other / "evaluate" / "manifest.json").unlink()
+    assert publish.main([str(other), str(done), "--out", str(tmp_path / "x.json")]) == 0
+    assert len(json.loads((tmp_path / "x.json").read_text())["rows"]) == 2
+    assert capsys.readouterr().err.startswith(f"publish: left out: {other}: no evaluate/manifest.json")
 
 
 def test_a_file_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
