@@ -90,7 +90,7 @@ def cases() -> list[Case]:
     out += [Case("repair", heads, 64, long, 4096, missed=4) for heads in (2, 8)]
     out += [Case("append", 2, 64, long), Case("append_quest", 2, 64, long), Case("append_infllm", 2, 64, long)]
     out += [Case("quest_scores", 2, 16, longest), Case("quest_scores", 8, 16, long), Case("quest_scores", 2, 16, long)]
-    out += [Case("infllm_scores", 2, 64, longest), Case("infllm_scores", 2, 64, long)]
+    out += [Case("infllm_scores", h, 64, n) for h, n in ((2, longest), (2, long), (4, longest), (8, long))]
     out += [Case("select", heads, 16, longest, 4096) for heads in (2, 8)]
     out += [Case("select", heads, 64, longest, 4096) for heads in (2, 8)]
     out += [Case("predict", heads, 16, longest, 4096) for heads in (2, 8)]
