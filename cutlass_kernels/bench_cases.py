@@ -381,7 +381,7 @@ def _predict(case: Case) -> Calls:
 
 
 def _layer(case: Case) -> Calls:
-    """Score, select, attend, merge: a serial step. With P, whose partials are made beside select: prr."""
+    """Score, select, attend, merge: a serial step. With P, whose partials are made beside both: prr."""
     x = Inputs(case)
     caches, meta = x.caches(), _quest_metadata(x)
     scores = torch.empty(case.batch, case.kv_heads, case.blocks, device="cuda")

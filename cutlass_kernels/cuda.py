@@ -53,7 +53,7 @@ def _load(op: str) -> Callable[..., Any]:
             raise
         raise ImportError(
             f"{op}: CUDA tensors need CuTe DSL, and {error.name} cannot be imported: "
-            "pip install 'nvidia-cutlass-dsl[cu13]>=4.7,<5' apache-tvm-ffi"
+            "pip install 'nvidia-cutlass-dsl[cu13]>=4.8,<5' apache-tvm-ffi"
         ) from error
     return getattr(module, op)
 

@@ -558,12 +558,13 @@ def speculate(
     """select(scores, predicted=P) and, beside it, attend(P): what the paper overlaps (PRR, section 4), bit for bit.
 
     On a GPU attention over P does not wait for the op in front on the stream either, whose scores it has no use for:
-    that one must not write q, k, v, P, seq_lens or the page table, nor read the partials. What ops further in front
-    wrote is there, since every op waits before it lets the next one start.
+    that one must not write q, k, v, P, seq_lens or the page table, nor read or write the partials, which were allocated
+    before it was called (else they may be memory that it still reads). What ops further in front wrote is there, since
+    every op waits before it lets the next one start.
 
     Args:
         q: [B, Hq, D]. k, v: [B, H_kv, S, T, D]; tokens at and beyond seq_lens are never read.
-        predicted: P, [B, H_kv, P] int32, -1 padded, without duplicates.
+        predicted: P, [B, H_kv, P] int32, -1 padded, without duplicates; not one of chosen's.
         scores: [B, H_kv, N] float32, of blocks of T tokens.
         scale: of the logits.
         chosen: buffers of select, K of them, written.
@@ -573,8 +574,13 @@ def speculate(
 
     Returns:
         chosen and partials.
+
+    Raises:
+        ValueError: sizes that do not agree; sink + local > K > 0; P is a buffer of chosen.
     """
     d = _Dims("speculate")
+    if any(predicted is x for x in chosen):
+        raise ValueError("speculate: predicted is a buffer of chosen, which is written while P is read: pass a copy")
     K = chosen.ids.shape[-1]
     G = _check_kv(d, q, k, v, seq_lens, page_table)
     _rule("speculate", K, sink, local, k.shape[3])

@@ -37,7 +37,7 @@ class Attend(Tile):
     def __init__(self, dtype: str, head_dim: int, group: int, block: int, paged: bool):
         super().__init__(dtype, head_dim, group, block, paged)
         self.folders = self.WARPS // self.tiles  # warps of a CTA that fold, each the columns of one warp
-        self.crowd = 5 if self.per * self.halves <= 4 else 4  # CTAs on an SM: bounds a thread's registers, spills none
+        self.crowd = 5 if self.per * self.halves <= 4 else 4  # CTAs on an SM: bounds a thread's registers
         self.words = self.halves * self.nt // 2 + 1  # of 16 bytes that a thread sends
 
     def signature(self):

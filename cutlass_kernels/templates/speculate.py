@@ -3,7 +3,8 @@
 
 The first CTAs are those of select, one a row of scores; the others are those of attend, one a tile of P. The latter do
 not wait for the scores in front, but read K and V beside them: whatever they need, the kernel in front has waited for
-before it let this one start. (Measured: it pays where K and V are much of what is read, and costs nothing elsewhere.)
+before it let this one start. (Measured, an attention phase over 2048 blocks: 1.5 us of 16.6 less than two launches at 8
+KV heads, .3 less at 2, as much at 4.)
 
 Rows that want more than one CTA, and blocks of more than a tile, are two launches: attention starts with the selection.
 """
@@ -142,6 +143,7 @@ class Speculate:
         sizes = Overlay(), Overlay()
         self.select.memory(sizes[0], True)
         self.attend.memory(sizes[1], room)
+        assert all(x.used for x in sizes)  # or the allocator has found another way than through Overlay
         base = SmemAllocator().allocate(max(x.used for x in sizes), 1024)
         return self.select.memory(Overlay(base), True), self.attend.memory(Overlay(base), room)
 

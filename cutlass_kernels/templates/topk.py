@@ -28,8 +28,9 @@ class RowSelect:
     hides behind the loads.
 
     All of this is bound by instructions, most of which a warp executes whatever its blocks: a CTA that has a row for
-    itself has 8 warps, not 16. Such a CTA also knows the least and the largest score at once, and lets the first digit
-    span just these: a search ends there as a rule, or with FEW blocks that share the digit.
+    itself has 8 warps, not 16, or the 4 of the attention beside it. It also knows the least and the largest score at
+    once, and lets the first digit span just these: a search ends there as a rule, or with FEW blocks that share the
+    digit.
 
     A thread owns `per_thread` consecutive blocks, so that prefix sums of what the threads take are places in an
     ascending list. Ties at the rank go to the first of them, by the same prefix sums.
@@ -496,4 +497,4 @@ def shape_of(capacity: int) -> dict[str, int]:
 
 def wide(*rows: Tensor) -> bool:
     """Rows that can be read 16 bytes at a time."""
-    return all(x.shape[-1] % 4 == 0 and x.data_ptr() % 16 == 0 for x in rows)
+    return all(x.shape[-1] > 0 and x.shape[-1] % 4 == 0 and x.data_ptr() % 16 == 0 for x in rows)

@@ -173,9 +173,10 @@ class AttentionPhase:
     def speculative(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
         """Attention over P beside the top-K, and repair."""
         m, lens, ids = self.method, self.cache.seq_lens, self.ahead(plan.width)[layer]
+        room = self._ahead(ids)  # before the scores: it must not be memory that their launches still read
         scores = self.score(layer, at, q, scale)
         chosen, partials = ck.speculate(
-            q, at.k, at.v, ids, scores, lens, scale, self.selection(layer), self._ahead(ids), m.sink, m.local
+            q, at.k, at.v, ids, scores, lens, scale, self.selection(layer), room, m.sink, m.local
         )
         return self.mend(plan, at, q, chosen, self._ready(plan, partials, q), scale)
 

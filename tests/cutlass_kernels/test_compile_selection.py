@@ -80,4 +80,5 @@ def test_a_cta_holds_every_block_of_a_row(N):
 def test_rows_that_cannot_be_read_16_bytes_at_a_time():
     assert topk.wide(torch.zeros(2, 3, 8))
     assert not topk.wide(torch.zeros(2, 3, 7))
+    assert not topk.wide(torch.zeros(2, 3, 0))
     assert not topk.wide(torch.zeros(25)[1:].view(1, 3, 8))

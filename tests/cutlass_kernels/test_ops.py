@@ -155,6 +155,11 @@ def test_wrong_shapes_devices_and_dtypes_are_refused_by_name(args: Args, op: str
             {"partials": (torch.empty(2, 2, 3, 3, 16), torch.empty(2, 2, 3, 3))},
             "has P = 3, predicted has P = 2",
         ),
+        (
+            "speculate",
+            {"predicted": (shared := ck.Selection.empty(2, 2, 2, "cpu")).ids, "chosen": shared},
+            "speculate: predicted is a buffer of chosen, which is written while P is read",
+        ),
         ("speculate", {"sink": 2}, "speculate: 2 sink + 1 local blocks are forced, but K is 2"),
         ("repair", {"o": torch.zeros(2, 2, 2, 4, 16)}, "repair: o is (2, 2, 2, 4, 16), expected [B, H, P, 3, D]"),
         ("repair", {"lse": torch.zeros(2, 2, 5, 3)}, "repair: lse (2, 2, 5, 3) has P = 5, o has P = 2"),
