@@ -171,7 +171,10 @@ def test_all_of_a_job_is_checked_whatever_stages_run(composed: Compose) -> None:
     assert "budget.delta" in refused(composed("stages=[calibrate]", "budget.delta=x"))
 
 
-@pytest.mark.parametrize("word", ["budget=profiled budget.slack=X", "benchmark=locality benchmark.drift=X"])
+@pytest.mark.parametrize(
+    "word",
+    ["budget=profiled budget.slack=X", "benchmark=locality benchmark.drift=X", "benchmark=locality benchmark.noise=X"],
+)
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_no_option_takes_a_number_that_is_not_finite(word: str, value: str, composed: Compose) -> None:
     words = word.replace("X", value).split()

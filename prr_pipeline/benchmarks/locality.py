@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed without weights or text: caches of random keys, and queries whose drift sets how far selections change.
+"""Speed without weights or text: caches of random keys, and queries whose motion sets how far selections change.
 
 Nothing is asked, read or scored. What a sparse method does with these keys and queries is its own work at its true
 size; how much of A stays from step to step is measured in every run.
@@ -12,6 +12,8 @@ from typing import ClassVar
 from prr_pipeline.benchmarks.base import Benchmark, CountTokens, Sample
 from prr_pipeline.errors import ConfigError
 
+COMPONENTS = ("drift", "noise")  # of the motion of queries
+
 
 @dataclass(kw_only=True)
 class Locality(Benchmark):
@@ -21,9 +23,11 @@ class Locality(Benchmark):
         length: tokens of the cache, the generated ones included.
         num_samples: caches.
         max_new_tokens: tokens to generate; the first costs no step, so at least 2.
-        drift: change of a query from step to step, 0 (none) to 1 (all new): q' = sqrt(1 - drift^2) q + drift noise.
-        overlap: share of A's dynamic blocks that shall be in the A before, 0 to 1; the drift that gives it is then
-            found by measurement, and `drift` is not used.
+        drift: change of a query's mean from step to step, 0 (none) to 1 (all new): z' = sqrt(1 - drift^2) z + drift e.
+        noise: weight of what is new in a query each step, 0 (none) to 1 (all): q = sqrt(1 - noise^2) z + noise e.
+        overlap: share of A's dynamic blocks that shall be in the A before, 0 to 1; the drift or the noise that gives it
+            is then found by measurement.
+        vary: which of the two, "drift" or "noise"; its own value is not used then, the other one's is.
         block_weight: share of a key's variance that all keys of a block have in common, 0 to 1.
     """
 
@@ -36,7 +40,9 @@ class Locality(Benchmark):
     num_samples: int = 1
     max_new_tokens: int = 33
     drift: float = 0.33
+    noise: float = 0.0
     overlap: float | None = None
+    vary: str = "drift"
     block_weight: float = 0.5
 
     def check(self) -> None:
@@ -44,11 +50,13 @@ class Locality(Benchmark):
         self._at_least("max_new_tokens", 2)
         self._at_least("length", self.max_new_tokens + 1)
         self._at_least("num_samples", 1)
-        for key in ("drift", "block_weight"):
+        for key in (*COMPONENTS, "block_weight"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ConfigError(f"benchmark={self.name}: {key} must be from 0 to 1, got {getattr(self, key)!r}")
         if self.overlap is not None and not 0 < self.overlap < 1:
             raise ConfigError(f"benchmark={self.name}: overlap must be between 0 and 1, got {self.overlap!r}")
+        if self.vary not in COMPONENTS:
+            raise ConfigError(f"benchmark={self.name}: vary must be {' or '.join(COMPONENTS)}, got {self.vary!r}")
 
     def samples(self, count_tokens: CountTokens, seed: int) -> Iterator[Sample]:
         """Yield samples without text; see Benchmark.samples."""

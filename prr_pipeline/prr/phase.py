@@ -164,7 +164,7 @@ class AttentionPhase:
         if plan.width:
             out = self.speculative(plan, layer, at, q, scale)
         else:
-            out = self.attend_chosen(at, q, self.choose(plan, layer, at, q, scale), scale)
+            out = self.attend_chosen(at, q, self.choose(layer, at, q, scale), scale)
         if plan.learns:
             with forked(self.learn):
                 self.update(layer, self.scores[layer], self.cache.seq_lens, plan.width)
@@ -190,11 +190,10 @@ class AttentionPhase:
         self.method.score(q, at.meta, self.cache.seq_lens, scale, self.scores[layer])
         return self.scores[layer]
 
-    def choose(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> ck.Selection:
-        """Score and select; A against P."""
-        m, scores, ahead = self.method, self.score(layer, at, q, scale), self.ahead(plan.width)[layer]
-        lens, out = self.cache.seq_lens, self.selection(layer)
-        return ck.select(scores, lens, m.block_size, m.top_k, m.sink, m.local, predicted=ahead, out=out)
+    def choose(self, layer: int, at: LayerCache, q: Tensor, scale: float) -> ck.Selection:
+        """Score and select, without a P."""
+        m, lens, scores = self.method, self.cache.seq_lens, self.score(layer, at, q, scale)
+        return ck.select(scores, lens, m.block_size, m.top_k, m.sink, m.local, out=self.selection(layer))
 
     def attend_ahead(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Partials:
         """Partials of P, beside nothing; of a union, their merge."""

@@ -1,29 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synthetic keys, values and drifting queries: decode steps whose selections have a set locality, without a prompt.
+"""Synthetic keys, values and moving queries: decode steps whose selections have a set locality, without a prompt.
 
 What attention gets is random; all that is done with it is real. A key is sqrt(w) m + sqrt(1 - w) e, where all keys of a
-block share m, so that blocks differ by more than the noise of their keys. The queries of each head are an AR(1)
-process, q' = sqrt(1 - drift^2) q + drift e, so that scores of consecutive steps correlate and A changes little by
-little. All components are standard normal. Everything follows from the seed and the sample: every mode gets the same.
+block share m, so that blocks differ by more than the noise of their keys. The query of a head is
+sqrt(1 - noise^2) z + noise e about an AR(1) process, z' = sqrt(1 - drift^2) z + drift e, each e new. By drift, scores
+wander off and the last ones predict the next best; by noise, they fluctuate about a mean that an average over steps
+finds. All components are standard normal. Everything follows from the seed and the sample: every mode gets the same.
 """
 
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from prr_pipeline.dsa.base import SparseMethod
+from prr_pipeline.errors import ConfigError
 from prr_pipeline.models.attention import attention_modules
 from prr_pipeline.models.cache import KVCache
 from prr_pipeline.prr.calibration import Window, last_overlap
 from prr_pipeline.prr.engine import Engine, Feed, Prefilled
 
-_ROWS, _HALVINGS = 12, 8  # of drift_for
+_ROWS, _HALVINGS = 12, 8  # of motion_for
+_NEAR = 0.02  # what an overlap may be short of the wanted one
+
+
+class Motion(NamedTuple):
+    """How queries change from step to step.
+
+    drift: of their mean, 0 (it stays) to 1 (each is new). noise: about the mean, 0 (none) to 1 (nothing else).
+    Consecutive queries correlate by (1 - noise^2) sqrt(1 - drift^2).
+    """
+
+    drift: float
+    noise: float
 
 
 def prefill(
-    engine: Engine, length: int, room: int, drift: float, block_weight: float, seed: int, key: str
+    engine: Engine, length: int, room: int, motion: Motion, block_weight: float, seed: int, key: str
 ) -> Prefilled:
     """A filled cache, scores of its last rows, and what attention gets in the decode steps; the model does not run.
 
@@ -31,7 +44,7 @@ def prefill(
         engine: gives the method, and the model's shape, dtype and device.
         length: tokens in the cache.
         room: decode steps at most.
-        drift: of the queries, 0 (they stay) to 1 (each is new).
+        motion: of the queries.
         block_weight: w, the share of a key's variance that its block has in common, 0 to 1.
         seed, key: of the random numbers; the key is the sample's id.
 
@@ -52,7 +65,7 @@ def prefill(
         gen = torch.Generator(engine.device).manual_seed(zlib.crc32(f"{seed} {key} {layer}".encode()))
         k = block_keys(gen, like[:, :, :blocks], block_weight)
         v = torch.randn(k.shape, generator=gen, dtype=k.dtype, device=k.device)
-        q = drifting(gen, heads[0], rows + room, engine.head_dim, drift).to(k.dtype)
+        q = head_queries(gen, heads[0], rows + room, engine.head_dim, motion).to(k.dtype)
         cache.write(layer, k[:, :, :length], v[:, :, :length])
         for steps, x, first in ((feed_q, q, rows), (feed_k, k, length), (feed_v, v, length)):
             steps[layer] = x[:, :, first : first + room].permute(2, 0, 1, 3)
@@ -63,40 +76,52 @@ def prefill(
     return Prefilled(cache, like.new_zeros(1, config.vocab_size), windows, None, window_ms, feed)
 
 
-def drift_for(
-    overlap: float,
-    method: SparseMethod,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    context: int,
-    block_weight: float,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
-) -> float:
-    """The drift at which so much of A's dynamic blocks was in the A before, by bisection on one layer's real scores.
+def motion_for(
+    overlap: float, vary: str, motion: Motion, engine: Engine, context: int, block_weight: float, seed: int
+) -> Motion:
+    """The motion at which so much of A's dynamic blocks was in the A before, by bisection on one layer's real scores.
 
     What it is good for is a context, a method and a shape; the overlap of a run is measured in the run.
+
+    Args:
+        overlap: wanted share, 0 to 1.
+        vary: which of the two is found, "drift" or "noise".
+        motion: gives the other one.
+        engine: gives the method, and the model's shape, dtype and device.
+        context: tokens in the cache.
+        block_weight, seed: as of prefill.
+
+    Raises:
+        ConfigError: the other one alone leaves less.
     """
-    cache = KVCache(method, 1, 1, kv_heads, head_dim, context, dtype, device)
+    config: Any = engine.model.config
+    method, dim, device = engine.method, engine.head_dim, engine.device
+    cache = KVCache(method, 1, 1, engine.kv_heads, dim, context, engine.dtype, device)
     cache.set_length(context)
     gen = torch.Generator(device).manual_seed(seed)
     k = block_keys(gen, cache.layers[0].k, block_weight)[:, :, :context]
     cache.write(0, k, torch.zeros_like(k))
     cache.rebuild(0, context)
     lens = torch.full((_ROWS,), context, dtype=torch.int32, device=device)
+    drawn = gen.get_state()  # queries go on from here: with the keys' random numbers they would look for these blocks
 
-    def measured(drift: float) -> float:
-        same = torch.Generator(device).manual_seed(seed)
-        q = drifting(same, q_heads, _ROWS, head_dim, drift).to(dtype)
-        return float(last_overlap([scored(cache, 0, q, lens, head_dim**-0.5)], method).dynamic)
+    def measured(value: float) -> float:
+        gen.set_state(drawn)
+        tried = motion._replace(**{vary: value})
+        q = head_queries(gen, config.num_attention_heads, _ROWS, dim, tried).to(engine.dtype)
+        return float(last_overlap([scored(cache, 0, q, lens, dim**-0.5)], method).dynamic)
 
-    low, high = 0.0, 1.0  # the more drift, the less overlap
+    if (most := measured(0.0)) < overlap - _NEAR:
+        other = "noise" if vary == "drift" else "drift"
+        raise ConfigError(
+            f"benchmark.overlap = {overlap} is out of reach at {context} tokens: with benchmark.{other} = "
+            f"{getattr(motion, other)} it is {most:.3f} even at {vary} 0. Lower benchmark.{other}"
+        )
+    low, high = 0.0, 1.0  # the more of it, the less overlap
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if measured(middle) > overlap else (low, middle)
-    return (low + high) / 2
+    return motion._replace(**{vary: (low + high) / 2})
 
 
 def scored(cache: KVCache, layer: int, q: Tensor, lens: Tensor, scale: float) -> Window:
@@ -117,10 +142,13 @@ def block_keys(gen: torch.Generator, like: Tensor, weight: float) -> Tensor:
     return (weight**0.5 * noise(1) + (1 - weight) ** 0.5 * noise(like.shape[3])).flatten(2, 3)
 
 
-def drifting(gen: torch.Generator, heads: int, rows: int, dim: int, drift: float) -> Tensor:
-    """The process of each head from a stationary start, [1, Hq, rows, D] float32."""
+def head_queries(gen: torch.Generator, heads: int, rows: int, dim: int, motion: Motion) -> Tensor:
+    """Queries of each head from a stationary start, [1, Hq, rows, D] float32."""
+    drift, noise = motion
     q = torch.randn(1, heads, rows, dim, generator=gen, device=gen.device)
     keep = (1 - drift**2) ** 0.5
     for t in range(1, rows):
         q[:, :, t] = keep * q[:, :, t - 1] + drift * q[:, :, t]
+    if noise:  # without it nothing more is drawn
+        q = (1 - noise**2) ** 0.5 * q + noise * torch.randn(q.shape, generator=gen, device=gen.device)
     return q

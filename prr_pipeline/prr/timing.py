@@ -17,7 +17,7 @@ from prr_pipeline.dsa.base import SparseMethod
 from prr_pipeline.models.cache import KVCache
 from prr_pipeline.prr.graphs import recorded
 from prr_pipeline.prr.phase import AttentionPhase, Partials, Plan
-from prr_pipeline.prr.synthetic import block_keys, drifting, scored
+from prr_pipeline.prr.synthetic import Motion, block_keys, head_queries, scored
 
 _COLD = 1 << 29  # bytes of keys and values that no cache holds
 _LEAST = 8  # layers, so that starting a graph is a small part of its time
@@ -45,7 +45,7 @@ class PhaseTimes:
         method: the sparse method.
         layers, q_heads, kv_heads, head_dim: of the model; as many layers are timed as make reads cold.
         context: tokens in the cache.
-        drift, block_weight: of the synthetic keys and queries, see prr_pipeline.prr.synthetic.
+        motion, block_weight: of the synthetic queries and keys, see prr_pipeline.prr.synthetic.
         theta: of the predictor that has seen the last `rows` steps.
     """
 
@@ -58,11 +58,11 @@ class PhaseTimes:
         head_dim: int,
         context: int,
         dtype: torch.dtype,
-        drift: float,
+        motion: Motion,
         block_weight: float,
         theta: tuple[float, float, float],
         seed: int,
-        rows: int = 4,
+        rows: int = 16,
     ):
         device = torch.device("cuda")
         a_layer = 2 * kv_heads * head_dim * context * dtype.itemsize
@@ -81,7 +81,7 @@ class PhaseTimes:
             k = block_keys(gen, at.k, block_weight)[:, :, :context]
             self.cache.write(layer, k, torch.randn(k.shape, generator=gen, dtype=dtype, device=device))
             self.cache.rebuild(layer, context)
-            q = drifting(gen, q_heads, rows + 1, head_dim, drift).to(dtype)
+            q = head_queries(gen, q_heads, rows + 1, head_dim, motion).to(dtype)
             windows[layer] = scored(self.cache, layer, q[:, :, :rows], lens, self.scale)
             queries.append(q[:, :, rows].contiguous())
         self.windows, self.theta, self.queries = windows, theta, dict(zip(self.layers, queries, strict=True))
@@ -101,13 +101,12 @@ class PhaseTimes:
     def serial(self) -> dict[str, float]:
         """Of a step without speculation: scores, selection with them, attention over A alone, all in order; dense."""
         phase, cache = self.phase, self.cache
-        plan = self.plan(0)
 
         def score(layer: int, q: Tensor) -> object:
             return phase.score(layer, cache.layers[layer], q, self.scale)
 
         def choose(layer: int, q: Tensor) -> ck.Selection:
-            return phase.choose(plan, layer, cache.layers[layer], q, self.scale)
+            return phase.choose(layer, cache.layers[layer], q, self.scale)
 
         def attend(layer: int, q: Tensor) -> object:
             return phase.attend_chosen(cache.layers[layer], q, phase.selection(layer), self.scale)

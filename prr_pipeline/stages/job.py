@@ -68,7 +68,7 @@ class Job:
         self.root = Path(cfg.output).absolute() / cfg.experiment / digest(self.config)[:12]
         self._prefilled: dict[str, Prefilled] = {}
         self._kept_bytes = 0
-        self._drifts: dict[int, float] = {}
+        self._motions: dict[int, synthetic.Motion] = {}
 
     @cached_property
     def device(self) -> str:
@@ -357,24 +357,24 @@ class Job:
         room, b = prompt.sample.max_new_tokens, self.benchmark
         if not isinstance(b, Locality):
             return self.engine.prefill(prompt.ids, room)
-        drift = self.drift(b.length)
+        motion = self.motion(b.length)
         return synthetic.prefill(
-            self.engine, b.length - room, room, drift, b.block_weight, self.cfg.seed, prompt.sample.id
+            self.engine, b.length - room, room, motion, b.block_weight, self.cfg.seed, prompt.sample.id
         )
 
-    def drift(self, context: int) -> float:
+    def motion(self, context: int) -> synthetic.Motion:
         """Of synthetic queries at that many tokens: the configured one, or what gives the overlap that is asked for."""
-        b, shape = self.benchmark, self.loaded.shape
+        b = self.benchmark
         if not isinstance(b, Locality):
-            return Locality.drift
+            return synthetic.Motion(Locality.drift, Locality.noise)
+        motion = synthetic.Motion(b.drift, b.noise)
         if b.overlap is None:
-            return b.drift
-        if context not in self._drifts:
-            sizes = (shape.q_heads, shape.kv_heads, shape.head_dim, context, b.block_weight)
-            where = (self.engine.dtype, self.engine.device, self.cfg.seed)
-            self._drifts[context] = synthetic.drift_for(b.overlap, self.method, *sizes, *where)
-            log.info("drift %.3f for an overlap of %.2f at %d tokens", self._drifts[context], b.overlap, context)
-        return self._drifts[context]
+            return motion
+        if context not in self._motions:
+            size = (context, b.block_weight, self.cfg.seed)
+            self._motions[context] = found = synthetic.motion_for(b.overlap, b.vary, motion, self.engine, *size)
+            log.info("drift %.3f and noise %.3f for an overlap of %.2f at %d tokens", *found, b.overlap, context)
+        return self._motions[context]
 
     def close(self) -> None:
         """Give the caches back; the model stays for a next job."""

@@ -28,7 +28,6 @@ from prr_pipeline.stages.job import Job
 log = logging.getLogger(__name__)
 
 _ROOM = 1.25  # metadata, what decode steps are fed, and what a cache has beyond its tokens, over keys and values
-_THETA = (0.4, 0.3, 0.25)  # the middle of the paper's grid; the hit rate that repair meets depends little on it
 
 Row = dict[str, Any]
 
@@ -104,7 +103,7 @@ def _steps(job: Job, context: int, rows: list[Row]) -> float:
     m, room = job.method, min(engine.how.burst + 1, max(2, context // 2))
     length = context - room if m.selects(m.dense_layers, context - room + 1) else context
     start = synthetic.prefill(engine, length, room, *_synthetic(job, context), job.cfg.seed, "profile")
-    thetas = dict.fromkeys(range(engine.layers), _THETA)
+    thetas = dict.fromkeys(range(engine.layers), _theta(job))
 
     def us(name: str, budget: BudgetPolicy, **changed: Any) -> float:
         mode, times = replace(Mode.build(name, job.runtime.repair, budget), **changed), []
@@ -123,9 +122,15 @@ def _steps(job: Job, context: int, rows: list[Row]) -> float:
     return round(learning - not_learning, 3)
 
 
-def _synthetic(job: Job, context: int) -> tuple[float, float]:
-    """Drift of the queries and block weight of the keys."""
-    return job.drift(context), getattr(job.benchmark, "block_weight", Locality.block_weight)
+def _synthetic(job: Job, context: int) -> tuple[synthetic.Motion, float]:
+    """Motion of the queries and block weight of the keys."""
+    return job.motion(context), getattr(job.benchmark, "block_weight", Locality.block_weight)
+
+
+def _theta(job: Job) -> tuple[float, float, float]:
+    """The predictor's, if it is fixed; else the middle of the paper's grid, on which little depends."""
+    alpha, beta, gamma = job.predictor.theta or job.predictor.late_theta
+    return alpha, beta, gamma
 
 
 def _times(job: Job, context: int) -> PhaseTimes:
@@ -139,7 +144,7 @@ def _times(job: Job, context: int) -> PhaseTimes:
         context,
         job.engine.dtype,
         *_synthetic(job, context),
-        _THETA,
+        _theta(job),
         job.cfg.seed,
     )
 

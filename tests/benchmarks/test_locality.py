@@ -36,6 +36,10 @@ def test_it_is_marked_as_synthetic() -> None:
     [
         ({"drift": -0.1}, "benchmark=locality: drift must be from 0 to 1, got -0.1"),
         ({"drift": float("nan")}, "drift must be from 0 to 1, got nan"),
+        ({"noise": 1.01}, "benchmark=locality: noise must be from 0 to 1, got 1.01"),
+        ({"noise": float("nan")}, "noise must be from 0 to 1, got nan"),
+        ({"overlap": 1.0}, "benchmark=locality: overlap must be between 0 and 1, got 1.0"),
+        ({"vary": "speed"}, "benchmark=locality: vary must be drift or noise, got 'speed'"),
         ({"block_weight": 1.5}, "block_weight must be from 0 to 1, got 1.5"),
         ({"max_new_tokens": 1}, "max_new_tokens must be a whole number >= 2, got 1"),
         ({"length": 33}, "length must be a whole number >= 34, got 33"),
@@ -50,4 +54,4 @@ def test_wrong_values_are_named(wrong: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize("edge", [0, 0.0, 1, 1.0])
 def test_the_edges_are_allowed(edge: float) -> None:
-    Locality(drift=edge, block_weight=edge).check()
+    Locality(drift=edge, noise=edge, block_weight=edge).check()

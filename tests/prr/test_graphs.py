@@ -210,7 +210,7 @@ def test_synthetic_steps_are_those_of_the_plain_decoder() -> None:
     model = tiny("llama")
     found = []
     for one in (build(model, QUEST), engine(model, QUEST)):
-        start = synthetic.prefill(one, 100, ROOM, 0.3, 0.5, 0, "s-0")
+        start = synthetic.prefill(one, 100, ROOM, synthetic.Motion(0.3, 0.2), 0.5, 0, "s-0")
         decoder = one.decoder(start, mode("prr"), THETAS)
         found.append(told(list(decoder.generate(Sampler(0, 1, 0, "x"), ROOM, set()))))
     assert found[0] == found[1]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Synthetic steps: the set locality is there, all modes get the same, and exact repair keeps the bits of serial."""
 
+import re
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -16,11 +17,14 @@ from prr_pipeline.benchmarks.locality import Locality
 from prr_pipeline.dsa.base import Metadata, SparseMethod
 from prr_pipeline.dsa.infllm_v2 import InfLLMv2
 from prr_pipeline.dsa.quest import Quest
+from prr_pipeline.errors import ConfigError
 from prr_pipeline.prr import synthetic
-from prr_pipeline.prr.budget import Fixed
-from prr_pipeline.prr.calibration import last_overlap
+from prr_pipeline.prr.budget import Fixed, width
+from prr_pipeline.prr.calibration import hit_rates, last_overlap
 from prr_pipeline.prr.engine import Decoder, Engine, Mode, Prefilled
+from prr_pipeline.prr.predictor import LAST_SCORES
 from prr_pipeline.prr.stats import rates
+from prr_pipeline.prr.synthetic import Motion
 
 QUEST = Quest(block_size=4, top_k=8, sink=1, local=2, dense_layers=1)
 INFLLM = InfLLMv2(
@@ -29,6 +33,7 @@ INFLLM = InfLLMv2(
 METHODS = {"quest": QUEST, "infllm_v2": INFLLM}
 EXACT = ("reuse", "reuse_repair", "prr")
 LENGTH, ROOM, VOCAB = 110, 24, 97
+UNIT = st.floats(0, 1)
 
 
 @cache
@@ -52,8 +57,19 @@ def build(method: SparseMethod, window: int = 12, **shape: Any) -> Engine:
     return Engine(model(**shape), method, c.num_hidden_layers, c.num_key_value_heads, c.head_dim, window=window)
 
 
-def fill(engine: Engine, length: int = LENGTH, drift: float = 0.5, seed: int = 0, key: str = "a") -> Prefilled:
-    return synthetic.prefill(engine, length, ROOM, drift, 0.5, seed, key)
+def fill(
+    engine: Engine, length: int = LENGTH, drift: float = 0.5, noise: float = 0.0, seed: int = 0, key: str = "a"
+) -> Prefilled:
+    return synthetic.prefill(engine, length, ROOM, Motion(drift, noise), 0.5, seed, key)
+
+
+def selecting(method: str, window: int = 40) -> Engine:
+    """One with heads and, at 900 tokens, dynamic blocks enough for statistics."""
+    return build(replace(METHODS[method], top_k=16), window, heads=16, kv_heads=8, dim=32)
+
+
+def overlap_of(start: Prefilled, method: SparseMethod) -> float:
+    return float(last_overlap(list(start.windows.values()), method).dynamic)
 
 
 def decoder(engine: Engine, start: Prefilled, name: str) -> Decoder:
@@ -76,28 +92,49 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.text(max_size=5), st.floats(0, 1), st.sampled_from(sorted(METHODS)))
-def test_seed_and_sample_decide_all(seed: int, key: str, drift: float, method: str) -> None:
+@given(st.integers(0, 2**32 - 1), st.text(max_size=5), UNIT, UNIT, st.sampled_from(sorted(METHODS)))
+def test_seed_and_sample_decide_all(seed: int, key: str, drift: float, noise: float, method: str) -> None:
     engine = build(METHODS[method])
-    first = fill(engine, drift=drift, seed=seed, key=key)
+    first = fill(engine, LENGTH, drift, noise, seed, key)
     torch.manual_seed(seed + 1)  # nobody else's random numbers matter
-    assert same(tensors(first), tensors(fill(engine, drift=drift, seed=seed, key=key)))
-    for other in ({"seed": seed + 1, "key": key}, {"seed": seed, "key": key + "x"}):
-        assert not torch.equal(first.feed.q, fill(engine, drift=drift, **other).feed.q)  # type: ignore[union-attr]
+    assert same(tensors(first), tensors(fill(engine, LENGTH, drift, noise, seed, key)))
+    for other in ((seed + 1, key), (seed, key + "x")):
+        assert not torch.equal(first.feed.q, fill(engine, LENGTH, drift, noise, *other).feed.q)  # type: ignore[union-attr]
     layers = first.feed.k  # type: ignore[union-attr]
     assert not torch.equal(layers[0], layers[1])
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.floats(0, 1), st.integers(0, 99))
-def test_queries_drift_as_told_and_neither_grow_nor_shrink(drift: float, seed: int) -> None:
-    q = synthetic.drifting(torch.Generator().manual_seed(seed), 4, 40, 256, drift)
-    assert q.shape == (1, 4, 40, 256)
+@given(UNIT, UNIT, st.integers(0, 99))
+def test_queries_move_as_told_and_neither_grow_nor_shrink(drift: float, noise: float, seed: int) -> None:
+    q = synthetic.head_queries(torch.Generator().manual_seed(seed), 8, 40, 512, Motion(drift, noise))
+    assert q.shape == (1, 8, 40, 512)
     assert q.std(-1).sub(1).abs().max() < 0.25
-    step = torch.nn.functional.cosine_similarity(q[:, :, 1:], q[:, :, :-1], dim=-1)
-    assert step.mean() == pytest.approx((1 - drift**2) ** 0.5, abs=0.03)
+    for apart in (1, 3):
+        alike = torch.nn.functional.cosine_similarity(q[:, :, apart:], q[:, :, :-apart], dim=-1)
+        assert alike.mean() == pytest.approx((1 - noise**2) * (1 - drift**2) ** (apart / 2), abs=0.03)
     heads = torch.nn.functional.cosine_similarity(q[:, 0], q[:, 1], dim=-1)
-    assert heads.abs().max() < 0.35
+    assert heads.abs().max() < 0.3
+
+
+@settings(max_examples=20, deadline=None)
+@given(UNIT, UNIT, st.integers(0, 99))
+def test_noise_is_drawn_after_the_drift_and_none_leaves_the_bits_alone(drift: float, noise: float, seed: int) -> None:
+    gen, same_gen = (torch.Generator().manual_seed(seed) for _ in range(2))
+    new = torch.randn(1, 3, 9, 16, generator=gen)
+    z = [new[:, :, 0]]
+    for t in range(1, 9):
+        z.append((1 - drift**2) ** 0.5 * z[-1] + drift * new[:, :, t])
+    wanted = torch.stack(z, 2)
+    for given_noise in (0.0, noise):
+        if given_noise:
+            gen.manual_seed(seed)
+            torch.randn(1, 3, 9, 16, generator=gen)
+            e = torch.randn(1, 3, 9, 16, generator=gen)
+            wanted = (1 - noise**2) ** 0.5 * wanted + noise * e
+        q = synthetic.head_queries(same_gen.manual_seed(seed), 3, 9, 16, Motion(drift, given_noise))
+        assert same([q], [wanted])
+        assert torch.equal(gen.get_state(), same_gen.get_state()), "what is drawn next would change"
 
 
 @settings(max_examples=20, deadline=None)
@@ -211,13 +248,13 @@ def test_without_drift_a_stays(method: str) -> None:
         assert rates(list(s.layers.values()))["overlap_last"] == 1.0
 
 
+@pytest.mark.parametrize("vary", Motion._fields)
 @pytest.mark.parametrize("method", METHODS)
-def test_more_drift_is_less_overlap(method: str) -> None:
-    engine = build(replace(METHODS[method], top_k=16), window=40, heads=8, dim=32)
-    found = []
-    for drift in (0.0, 0.2, 0.4, 0.7, 1.0):
-        windows = list(fill(engine, length=900, drift=drift).windows.values())
-        found.append(float(last_overlap(windows, engine.method).dynamic))
+def test_more_drift_or_noise_is_less_overlap(method: str, vary: str) -> None:
+    engine, found = selecting(method), []
+    for value in (0.0, 0.2, 0.4, 0.7, 1.0):
+        start = fill(engine, length=900, **{"drift": 0.0, "noise": 0.0, vary: value})
+        found.append(overlap_of(start, engine.method))
     assert found == sorted(found, reverse=True) and len(set(found)) == 5
     by_chance = 13 / (engine.method.blocks(900) - 3)
     assert found[0] > 0.98 and found[-1] == pytest.approx(by_chance, abs=0.15)
@@ -232,6 +269,68 @@ def test_the_default_drift_gives_about_the_overlap_of_the_papers_models(method: 
     """GLM-4's heads, one block in sixteen selected: .64 to .70 in the paper's table 5."""
     engine, default = build(method, 24, heads=32, kv_heads=4, dim=128, layers=1), Locality()
     length = 16 * method.top_k * method.block_size
-    start = synthetic.prefill(engine, length, 1, default.drift, default.block_weight, 0, "a")
-    overlap = float(last_overlap(list(start.windows.values()), method).dynamic)
-    assert 0.64 < overlap < 0.74
+    motion = Motion(default.drift, default.noise)
+    start = synthetic.prefill(engine, length, 1, motion, default.block_weight, 0, "a")
+    assert 0.64 < overlap_of(start, method) < 0.74
+
+
+# ---- the motion that gives an overlap
+
+
+@cache
+def search(method: str, overlap: float, vary: str, motion: Motion) -> Motion:
+    return synthetic.motion_for(overlap, vary, motion, selecting(method), 900, 0.5, 0)
+
+
+@pytest.mark.parametrize("motion", [Motion(0.05, 0.2), Motion(0.2, 0.05)])
+@pytest.mark.parametrize("vary", Motion._fields)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_overlap_that_is_asked_for_is_found(method: str, vary: str, motion: Motion) -> None:
+    found, engine = search(method, 0.67, vary, motion), selecting(method)
+    assert found._replace(**{vary: 0.0}) == motion._replace(**{vary: 0.0}), "the other one is as configured"
+    assert overlap_of(fill(engine, 900, *found), engine.method) == pytest.approx(0.67, abs=0.06)
+
+
+def test_the_queries_of_the_search_have_no_random_numbers_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would look for some of the blocks, which then stay in A."""
+    made: list[Tensor] = []
+    for plain in (synthetic.block_keys, synthetic.head_queries):
+
+        def kept(*args: Any, plain: Any = plain) -> Tensor:
+            made.append(plain(*args))
+            return made[-1]
+
+        monkeypatch.setattr(synthetic, plain.__name__, kept)
+    synthetic.motion_for(0.67, "drift", Motion(0.0, 0.0), selecting("quest"), 900, 1.0, 0)
+    k, q = (torch.nn.functional.normalize(x.view(-1, 32), dim=1) for x in made[:2])
+    assert (q @ k.T).max() < 0.9
+
+
+@pytest.mark.parametrize(("vary", "other"), [("drift", "noise"), ("noise", "drift")])
+def test_an_overlap_out_of_reach_is_told_with_what_is_in_the_way(vary: str, other: str) -> None:
+    motion = Motion(0.0, 0.0)._replace(**{other: 0.5})
+    with pytest.raises(ConfigError) as error:
+        search("quest", 0.95, vary, motion)
+    told = re.fullmatch(
+        rf"benchmark.overlap = 0.95 is out of reach at 900 tokens: with benchmark.{other} = 0.5 it is (0\.\d+) even at "
+        rf"{vary} 0. Lower benchmark.{other}",
+        str(error.value),
+    )
+    assert told is not None
+    nearly = search("quest", float(told[1]) + 0.015, vary, motion)
+    assert getattr(nearly, other) == 0.5 and getattr(nearly, vary) < 0.25, "so little more is no error"
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.sampled_from(sorted(METHODS)), st.integers(0, 2**32 - 1))
+def test_an_average_over_steps_finds_more_of_a_under_noise_than_under_drift(method: str, seed: int) -> None:
+    """At one overlap of consecutive A, with P of 1.5 times its size."""
+    engine = selecting(method, window=60)
+    thetas, widths, found = torch.tensor([(0.2, 0.1, 0.0), LAST_SCORES]), [width(1.5, engine.method.top_k)], []
+    for vary, still in (("drift", Motion(0.0, 0.0)), ("noise", Motion(0.05, 0.0))):
+        windows = list(fill(engine, 900, *search(method, 0.67, vary, still), seed=seed).windows.values())
+        found.append(hit_rates(windows, thetas, engine.method, widths).dynamic[0].mean(0).tolist())
+    (average, last), (average_in_noise, last_in_noise) = found
+    assert average < last - 0.1, "by drift, what is older says less"
+    assert average_in_noise > last_in_noise + 0.02, "by noise, every step says as much about the mean"
+    assert average_in_noise > average + 0.15

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs on synthetic queries: all stages run without text or prefill, and whatever they leave says so."""
 
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import Compose, Runner, results, samples, without_times
 
+from prr_pipeline.errors import ConfigError
 from prr_pipeline.prr.engine import Engine
 from prr_pipeline.tracking import plots
 
@@ -77,3 +80,26 @@ def test_stages_of_different_processes_see_the_same(run: Runner, composed: Compo
     assert without_times(samples(root)) == without_times(samples(whole))
     found = samples(root)
     assert found[0]["id"] != found[2]["id"] and found[0]["tokens"] != found[2]["tokens"], "samples differ"
+
+
+@pytest.mark.parametrize(("vary", "other", "still"), [("noise", "drift", "0.050"), ("drift", "noise", "0.000")])
+def test_the_speed_experiment_finds_a_motion_of_its_overlap_and_says_which(
+    run: Runner, vary: str, other: str, still: str, no_plots: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ("+experiment=speed", *WORDS, "dsa=quest", "dsa.top_k=16", "budget=fixed", "runtime.modes=[prr]")
+    with caplog.at_level(logging.INFO):
+        root = run(*words, f"benchmark.vary={vary}", "stages=[decode,evaluate]")
+    said = [m for m in (r.getMessage() for r in caplog.records) if "overlap of" in m]
+    assert len(said) == 1, "it is found once a context"
+    told = re.fullmatch(r"drift (0\.\d{3}) and noise (0\.\d{3}) for an overlap of 0.67 at 700 tokens", said[0])
+    assert told is not None
+    found = dict(zip(("drift", "noise"), told.groups(), strict=True))
+    assert found[other] == still and float(found[vary]) > 0.05
+    assert results(root)[0]["overlap_last"] == pytest.approx(0.67, abs=0.1)
+
+
+def test_an_overlap_that_the_other_one_prevents_ends_a_job(run: Runner) -> None:
+    words = ("+experiment=speed", *WORDS, "dsa=quest", "stages=[decode]", "budget=fixed", "benchmark.drift=0.9")
+    said = run.refused(*words, kind=ConfigError)
+    assert said.startswith("benchmark.overlap = 0.67 is out of reach at 700 tokens: with benchmark.drift = 0.9 it ")
+    assert said.endswith(" even at noise 0. Lower benchmark.drift")
