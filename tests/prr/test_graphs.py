@@ -145,6 +145,22 @@ def test_the_scores_stand_right_in_front_of_attention_over_p(repair: str, monkey
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_partials_are_allocated_before_the_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention over P writes beside the scores: it must not get memory that their launches still read."""
+    graphs, seen = engine(tiny("llama"), METHODS[name]), []
+    inner = AttentionPhase.score
+
+    def score(phase: AttentionPhase, *args: Any) -> torch.Tensor:
+        seen.append({key[0] for key in phase._partials})
+        return inner(phase, *args)
+
+    monkeypatch.setattr(AttentionPhase, "score", score)
+    decoder = graphs.decoder(graphs.prefill(prompt(70), ROOM), mode("prr"), THETAS)
+    list(decoder.generate(Sampler(0, 1, 0, "x"), 2, set()))
+    assert seen and all("ahead" in allocated for allocated in seen)
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_a_mode_that_does_not_learn_keeps_its_p(name: str) -> None:
     plain, graphs = build(tiny("llama"), METHODS[name]), engine(tiny("llama"), METHODS[name])
     frozen, found = replace(mode("prr"), learns=False), []
