@@ -15,6 +15,7 @@ the empty set is o = 0, lse = -inf. See each op for shapes, dtypes and errors.
 """
 
 import cutlass_kernels.cuda  # noqa: F401  (CUDA tensors are served by the templates)
+from cutlass_kernels.checks import debug
 from cutlass_kernels.ops import (
     OPS,
     Replayed,
@@ -24,7 +25,6 @@ from cutlass_kernels.ops import (
     append_quest,
     attend,
     attend_missed,
-    debug,
     infllm_scores,
     linear,
     merge,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops as torch custom ops (namespace `prr`), with the checks at their door.
+"""The ops as torch custom ops (namespace `prr`), and their doors: what an op takes, gives and refuses.
 
 Each op of the attention writes into buffers that the caller owns and returns nothing: a decode loop allocates once, a
 CUDA graph replays onto the same addresses, and an op that runs beside others touches no temporary. `torch.compile` sees
 opaque, mutating ops; linear, which stands among its own, returns a tensor. Any device without kernels of its own runs
-`reference`. Shapes, devices and dtypes are checked here and nowhere else.
+`reference`. Shapes, devices and dtypes are checked here (see checks) and nowhere else.
 
 Shapes: B sequences, Hq query heads, H_kv KV heads, G = Hq / H_kv, D head size, T tokens a block, S slots, N blocks of
 capacity, K, P listed blocks. Integers are int32, scores and partials float32.
@@ -16,114 +16,16 @@ import torch
 from torch import Tensor
 
 from cutlass_kernels import reference
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_debug = False
-
-
-def debug(on: bool) -> None:
-    """Raise on block ids and slots out of range (costs host syncs); see attend and append for what happens without."""
-    global _debug
-    _debug = on
-
-
-class _Dims:
-    """Named sizes, bound at first use; a second use must agree."""
-
-    def __init__(self, op: str):
-        self.op = op
-        self.sizes: dict[str, tuple[int, str]] = {}
-        self.device: tuple[torch.device, str] | None = None
-
-    def __call__(self, name: str, x: Tensor | None, axes: str, *dtypes: torch.dtype) -> None:
-        """Check one tensor: `axes` names its sizes ("B H N D"), a digit is a literal size."""
-        if x is None:
-            return
-        names = axes.split()
-        if x.dim() != len(names):
-            raise ValueError(f"{self.op}: {name} has {x.dim()} axes {tuple(x.shape)}, expected [{', '.join(names)}]")
-        for axis, size in zip(names, x.shape, strict=True):
-            if axis.isdigit():
-                if int(axis) != size:
-                    raise ValueError(f"{self.op}: {name} is {tuple(x.shape)}, expected [{', '.join(names)}]")
-                continue
-            bound, owner = self.sizes.setdefault(axis, (size, name))
-            if bound != size:
-                raise ValueError(
-                    f"{self.op}: {name} {tuple(x.shape)} has {axis} = {size}, {owner} has {axis} = {bound}"
-                )
-        if dtypes and x.dtype not in dtypes:
-            wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-            raise ValueError(f"{self.op}: {name} is {str(x.dtype).removeprefix('torch.')}, expected {wanted}")
-        device, owner = self.device or (x.device, name)
-        self.device = (device, owner)
-        if x.device != device:
-            raise ValueError(f"{self.op}: {name} is on {x.device}, {owner} on {device}")
-
-    def groups(self) -> int:
-        """Query heads a KV head."""
-        hq, h = self.sizes["Hq"][0], self.sizes["H"][0]
-        if h == 0 or hq == 0 or hq % h:
-            raise ValueError(f"{self.op}: {hq} query heads are no multiple of {h} KV heads")
-        return hq // h
-
-
-def _ids_in_range(op: str, ids: Tensor, seq_lens: Tensor, block_size: int) -> None:
-    if _debug:
-        n = reference.num_blocks(seq_lens, block_size)[:, None, None]
-        bad = (ids < -1) | (ids >= n)
-        if bool(bad.any()):
-            b, h, i = bad.nonzero()[0].tolist()
-            raise ValueError(
-                f"{op}: id {int(ids[b, h, i])} at [{b}, {h}, {i}] is out of range, row {b} has {int(n[b])} blocks"
-            )
-
-
-def _slots_in_range(op: str, name: str, x: Tensor, blocks: Tensor, page_table: Tensor | None = None) -> None:
-    """Hold blocks [B, H_kv, n] (below 0: none) against the slots that x [B, H_kv, S, ...] has, by the page table."""
-    if not _debug or not blocks.numel():
-        return
-    entries = x.shape[2] if page_table is None else page_table.shape[2]
-    slots, bad = blocks, blocks >= entries
-    if page_table is not None and entries:
-        slots = page_table.gather(2, blocks.clamp(0, entries - 1).long())
-    bad = (blocks >= 0) & (bad | (slots < 0) | (slots >= x.shape[2]))
-    if bool(bad.any()):
-        b, h, i = bad.nonzero()[0].tolist()
-        block, slot = int(blocks[b, h, i]), int(slots[b, h, i])
-        paged = "" if page_table is None else f", the page table {entries} entries"
-        at = f" ({slot} by the page table)" if page_table is not None and block < entries else ""
-        raise ValueError(
-            f"{op}: block {block} of row {b}, head {h} has no slot{at}: {name} has {x.shape[2]} slots{paged}"
-        )
-
-
-def _newest(
-    op: str, name: str, x: Tensor, seq_lens: Tensor, size: int, stride: int, table: Tensor | None = None
-) -> None:
-    """Hold what the newest token completes, entry (seq_lens - size) // stride, against x [B, H_kv, S, ...]."""
-    if _debug:
-        entry = torch.where(seq_lens >= size, (seq_lens - size) // stride, -1)
-        _slots_in_range(op, name, x, entry[:, None, None].expand(-1, x.shape[1], 1), table)
-
-
-def _positive(op: str, **sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{op}: {name.replace('_', ' ')} {size}, expected at least 1")
-
-
-def _windows(window: int, stride: int, coarse_window: int, coarse_stride: int) -> dict[str, int]:
-    return {"window": window, "stride": stride, "coarse_window": coarse_window, "coarse_stride": coarse_stride}
-
-
-def _rule(op: str, K: int, sink: int, local: int, block_size: int) -> None:
-    _positive(op, block_size=block_size)
-    if min(K, sink, local) < 0:
-        raise ValueError(f"{op}: K {K}, sink {sink} and local {local} blocks, expected none below 0")
-    if sink + local > K > 0:
-        raise ValueError(f"{op}: {sink} sink + {local} local blocks are forced, but K is {K}")
-
+from cutlass_kernels.checks import (
+    FLOATS,
+    Dims,
+    check_ids,
+    check_newest,
+    check_positive,
+    check_rule,
+    check_slots,
+    windows,
+)
 
 # Every reference function is the body that a device without kernels of its own runs.
 OPS = {
@@ -151,15 +53,15 @@ OPS = {
 
 # ---------------------------------------------------------------------------------------------------- cache
 def _check_append(
-    d: _Dims, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, page_table: Tensor | None
+    d: Dims, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, page_table: Tensor | None
 ) -> None:
-    d("k", k, "B H S T D", *_FLOATS)
+    d("k", k, "B H S T D", *FLOATS)
     d("v", v, "B H S T D", k.dtype)
     d("k_new", k_new, "B H D", k.dtype)
     d("v_new", v_new, "B H D", k.dtype)
     d("seq_lens", seq_lens, "B", torch.int32)
     d("page_table", page_table, "B H C", torch.int32)
-    _newest(d.op, "k", k, seq_lens, 1, max(1, k.shape[3]), page_table)
+    check_newest(d.op, "k", k, seq_lens, 1, max(1, k.shape[3]), page_table)
 
 
 def append(
@@ -177,7 +79,7 @@ def append(
         ValueError: shapes, dtypes or devices that do not agree; with `debug`, a token beyond the cache or whose page
             table entry is no slot. Without it such a token is the caller's fault, and what happens is not defined.
     """
-    _check_append(_Dims("append"), k_new, v_new, k, v, seq_lens, page_table)
+    _check_append(Dims("append"), k_new, v_new, k, v, seq_lens, page_table)
     torch.ops.prr.append(k_new, v_new, k, v, seq_lens, page_table)
 
 
@@ -197,11 +99,11 @@ def append_quest(
         kmin, kmax: [B, H_kv, N, D] of k's dtype, channel-wise extrema of the keys of block n, written in place.
         (the others): as for append.
     """
-    d = _Dims("append_quest")
+    d = Dims("append_quest")
     _check_append(d, k_new, v_new, k, v, seq_lens, page_table)
     d("kmin", kmin, "B H N D", k.dtype)
     d("kmax", kmax, "B H N D", k.dtype)
-    _newest(d.op, "kmin", kmin, seq_lens, 1, max(1, k.shape[3]))
+    check_newest(d.op, "kmin", kmin, seq_lens, 1, max(1, k.shape[3]))
     torch.ops.prr.append_quest(k_new, v_new, k, v, kmin, kmax, seq_lens, page_table)
 
 
@@ -226,13 +128,13 @@ def append_infllm(
         k2: [B, H_kv, W2, D], the same with coarse_window and coarse_stride.
         (the others): as for append.
     """
-    d = _Dims("append_infllm")
+    d = Dims("append_infllm")
     _check_append(d, k_new, v_new, k, v, seq_lens, page_table)
     d("k1", k1, "B H W1 D", k.dtype)
     d("k2", k2, "B H W2 D", k.dtype)
-    _positive("append_infllm", **_windows(window, stride, coarse_window, coarse_stride))
-    _newest(d.op, "k1", k1, seq_lens, window, stride)
-    _newest(d.op, "k2", k2, seq_lens, coarse_window, coarse_stride)
+    check_positive("append_infllm", **windows(window, stride, coarse_window, coarse_stride))
+    check_newest(d.op, "k1", k1, seq_lens, window, stride)
+    check_newest(d.op, "k2", k2, seq_lens, coarse_window, coarse_stride)
     torch.ops.prr.append_infllm(
         k_new, v_new, k, v, k1, k2, seq_lens, window, stride, coarse_window, coarse_stride, page_table
     )
@@ -259,15 +161,15 @@ def quest_scores(
         out: [B, H_kv, N] float32, allocated when None.
     """
     out = q.new_empty((q.shape[0], *kmin.shape[1:3]), dtype=torch.float32) if out is None else out
-    d = _Dims("quest_scores")
+    d = Dims("quest_scores")
     of = _sequences(kmin, kmax)
-    d("kmin", kmin, f"{of} H N D", *_FLOATS)
+    d("kmin", kmin, f"{of} H N D", *FLOATS)
     d("kmax", kmax, f"{of} H N D", kmin.dtype)
     d("q", q, "B Hq D", kmin.dtype)
     d("seq_lens", seq_lens, "B", torch.int32)
     d("out", out, "B H N", torch.float32)
     d.groups()
-    _positive("quest_scores", block_size=block_size)
+    check_positive("quest_scores", block_size=block_size)
     torch.ops.prr.quest_scores(q, kmin, kmax, seq_lens, block_size, out)
     return out
 
@@ -306,15 +208,15 @@ def infllm_scores(
         if num_blocks is None:
             raise ValueError("infllm_scores: pass out or num_blocks")
         out = q.new_empty((q.shape[0], k1.shape[1], num_blocks), dtype=torch.float32)
-    d = _Dims("infllm_scores")
+    d = Dims("infllm_scores")
     of = _sequences(k1, k2)
-    d("k1", k1, f"{of} H W1 D", *_FLOATS)
+    d("k1", k1, f"{of} H W1 D", *FLOATS)
     d("k2", k2, f"{of} H W2 D", k1.dtype)
     d("q", q, "B Hq D", k1.dtype)
     d("seq_lens", seq_lens, "B", torch.int32)
     d("out", out, "B H N", torch.float32)
     d.groups()
-    _positive("infllm_scores", block_size=block_size, **_windows(window, stride, coarse_window, coarse_stride))
+    check_positive("infllm_scores", block_size=block_size, **windows(window, stride, coarse_window, coarse_stride))
     if block_size % stride or window % stride:
         raise ValueError(
             f"infllm_scores: block {block_size} and window {window}, expected multiples of stride {stride}"
@@ -347,7 +249,7 @@ class Selection(NamedTuple):
         return cls(a, b, c, torch.zeros(B, H, 2, dtype=torch.int32, device=device))
 
 
-def _check_select(d: _Dims, scores: Tensor, seq_lens: Tensor, predicted: Tensor, out: Selection, top_k: int) -> None:
+def _check_select(d: Dims, scores: Tensor, seq_lens: Tensor, predicted: Tensor, out: Selection, top_k: int) -> None:
     d("scores", scores, "B H N", torch.float32)
     d("seq_lens", seq_lens, "B", torch.int32)
     d("predicted", predicted, "B H P", torch.int32)
@@ -382,12 +284,12 @@ def select(
     Raises:
         ValueError: sizes that do not agree; sink + local > K > 0.
     """
-    _rule("select", top_k, sink, local, block_size)
+    check_rule("select", top_k, sink, local, block_size)
     B, H, _ = scores.shape if scores.dim() == 3 else (0, 0, 0)
     if predicted is None:
         predicted = torch.empty(B, H, 0, dtype=torch.int32, device=scores.device)
     out = Selection.empty(B, H, top_k, scores.device) if out is None else out
-    _check_select(_Dims("select"), scores, seq_lens, predicted, out, top_k)
+    _check_select(Dims("select"), scores, seq_lens, predicted, out, top_k)
     torch.ops.prr.select(scores, seq_lens, block_size, sink, local, predicted, *out)
     return out
 
@@ -416,14 +318,14 @@ def predict(
         seq_lens: [B] int32, tokens now.
         out: P, [B, H_kv, P] int32, written: ascending, -1 padded; its width is the budget delta K.
     """
-    d = _Dims("predict")
+    d = Dims("predict")
     d("scores", scores, "B H N", torch.float32)
     d("level", level, "B H N", torch.float32)
     d("trend", trend, "B H N", torch.float32)
     d("theta", theta, "B 3", torch.float32)
     d("seq_lens", seq_lens, "B", torch.int32)
     d("out", out, "B H P", torch.int32)
-    _rule("predict", out.shape[2], sink, local, block_size)
+    check_rule("predict", out.shape[2], sink, local, block_size)
     torch.ops.prr.predict(scores, level, trend, theta, seq_lens, block_size, sink, local, out)
     return out
 
@@ -467,8 +369,8 @@ def replay_hits(
         widths: [C] int32, blocks of P, forced ones included.
         (the others): as for select.
     """
-    _rule("replay_hits", top_k, sink, local, block_size)
-    d = _Dims("replay_hits")
+    check_rule("replay_hits", top_k, sink, local, block_size)
+    d = Dims("replay_hits")
     d("scores", scores, "L W H N", torch.float32)
     d("seq_lens", seq_lens, "W", torch.int32)
     d("theta", theta, "L C 3", torch.float32)
@@ -482,8 +384,8 @@ def replay_hits(
 
 
 # ---------------------------------------------------------------------------------------------------- attention
-def _check_kv(d: _Dims, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, page_table: Tensor | None) -> int:
-    d("k", k, "B H S T D", *_FLOATS)
+def _check_kv(d: Dims, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, page_table: Tensor | None) -> int:
+    d("k", k, "B H S T D", *FLOATS)
     d("v", v, "B H S T D", k.dtype)
     d("q", q, "B Hq D", k.dtype)
     d("seq_lens", seq_lens, "B", torch.int32)
@@ -491,14 +393,14 @@ def _check_kv(d: _Dims, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, page_
     return d.groups()
 
 
-def _listed(d: _Dims, ids: Tensor, k: Tensor, seq_lens: Tensor, page_table: Tensor | None) -> None:
+def _listed(d: Dims, ids: Tensor, k: Tensor, seq_lens: Tensor, page_table: Tensor | None) -> None:
     """With debug: listed blocks are blocks of their rows, and have slots."""
-    _ids_in_range(d.op, ids, seq_lens, k.shape[3])
-    _slots_in_range(d.op, "k", k, ids, page_table)
+    check_ids(d.op, ids, seq_lens, k.shape[3])
+    check_slots(d.op, "k", k, ids, page_table)
 
 
 def _partials(
-    d: _Dims, q: Tensor, ids: Tensor, axes: str, G: int, out: tuple[Tensor, Tensor] | None
+    d: Dims, q: Tensor, ids: Tensor, axes: str, G: int, out: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """Buffers (o, lse) for the partials of listed blocks, checked, or allocated when None; axes: of lse."""
     if out is None:
@@ -532,7 +434,7 @@ def attend(
         o: [B, H_kv, N, G, D] float32, normalised; 0 for padding.
         lse: [B, H_kv, N, G] float32, natural log; -inf for padding.
     """
-    d = _Dims("attend")
+    d = Dims("attend")
     G = _check_kv(d, q, k, v, seq_lens, page_table)
     d("ids", ids, "B H N", torch.int32)
     _listed(d, ids, k, seq_lens, page_table)
@@ -578,12 +480,12 @@ def speculate(
     Raises:
         ValueError: sizes that do not agree; sink + local > K > 0; P is a buffer of chosen.
     """
-    d = _Dims("speculate")
+    d = Dims("speculate")
     if any(predicted is x for x in chosen):
         raise ValueError("speculate: predicted is a buffer of chosen, which is written while P is read: pass a copy")
     K = chosen.ids.shape[-1]
     G = _check_kv(d, q, k, v, seq_lens, page_table)
-    _rule("speculate", K, sink, local, k.shape[3])
+    check_rule("speculate", K, sink, local, k.shape[3])
     _check_select(d, scores, seq_lens, predicted, chosen, K)
     _listed(d, predicted, k, seq_lens, page_table)
     _partials(d, q, predicted, f"B H P {G}", G, partials)
@@ -591,17 +493,17 @@ def speculate(
     return chosen, partials
 
 
-def _outputs(d: _Dims, q: Tensor, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+def _outputs(d: Dims, q: Tensor, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
     if out is None:
         out = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-    d("out[0]", out[0], "B Hq D", *_FLOATS)
+    d("out[0]", out[0], "B Hq D", *FLOATS)
     d("out[1]", out[1], "B Hq", torch.float32)
     return out
 
 
-def _check_merged(d: _Dims, o: Tensor, out: tuple[Tensor, Tensor]) -> None:
+def _check_merged(d: Dims, o: Tensor, out: tuple[Tensor, Tensor]) -> None:
     """What partials o [B, H_kv, N, G, D] are merged into."""
-    d("out[0]", out[0], f"B {o.shape[1] * o.shape[3]} D", *_FLOATS)
+    d("out[0]", out[0], f"B {o.shape[1] * o.shape[3]} D", *FLOATS)
     d("out[1]", out[1], f"B {o.shape[1] * o.shape[3]}", torch.float32)
 
 
@@ -612,7 +514,7 @@ def merge(o: Tensor, lse: Tensor, out: tuple[Tensor, Tensor]) -> tuple[Tensor, T
         o, lse: [B, H_kv, N, G, D] and [B, H_kv, N, G] float32. Parts with lse = -inf weigh nothing, whatever their o.
         out: ([B, Hq, D] of any float dtype, [B, Hq] float32), written; o = 0, lse = -inf where every part is empty.
     """
-    d = _Dims("merge")
+    d = Dims("merge")
     d("o", o, "B H N G D", torch.float32)
     d("lse", lse, "B H N G", torch.float32)
     _check_merged(d, o, out)
@@ -641,7 +543,7 @@ def attend_missed(
         o: [B, H_kv, K, G, D] float32, lse: [B, H_kv, K, G] float32, by place in A. Padding has lse = -inf; its o, and
         both where P holds the block, are left as they are.
     """
-    d = _Dims("attend_missed")
+    d = Dims("attend_missed")
     G = _check_kv(d, q, k, v, seq_lens, page_table)
     d("selection.ids", selection.ids, "B H K", torch.int32)
     d("selection.position", selection.position, "B H K", torch.int32)
@@ -668,7 +570,7 @@ def merge_repaired(
         fresh_o, fresh_lse: what attend_missed gave for the same selection.
         out: ([B, Hq, D] of any float dtype, [B, Hq] float32), written.
     """
-    d = _Dims("merge_repaired")
+    d = Dims("merge_repaired")
     d("o", o, "B H P G D", torch.float32)
     d("lse", lse, "B H P G", torch.float32)
     d("selection.position", selection.position, "B H K", torch.int32)
@@ -704,7 +606,7 @@ def repair(
     Raises:
         ValueError: shapes, dtypes or devices that do not agree.
     """
-    d = _Dims("repair")
+    d = Dims("repair")
     G = _check_kv(d, q, k, v, seq_lens, page_table)
     d("selection.ids", selection.ids, "B H K", torch.int32)
     d("selection.position", selection.position, "B H K", torch.int32)
@@ -738,7 +640,7 @@ def repair_union(
     Returns:
         ([B, Hq, D] of q's dtype, [B, Hq] float32).
     """
-    d = _Dims("repair_union")
+    d = Dims("repair_union")
     _check_kv(d, q, k, v, seq_lens, page_table)
     d("selection.missed", selection.missed, "B H K", torch.int32)
     d("o", o, "B Hq D", torch.float32)
@@ -770,8 +672,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         [M, N] of x's dtype.
     """
-    d = _Dims("linear")
-    d("x", x, "M K", *_FLOATS)
+    d = Dims("linear")
+    d("x", x, "M K", *FLOATS)
     d("weight", weight, "N K", x.dtype)
     d("bias", bias, "N", x.dtype)
     return torch.ops.prr.linear(x, weight, bias)

@@ -253,12 +253,12 @@ class Attend(Tile):
                     lse[b, h, n, g] = log[half]
 
 
-def shape_of(op, q, k, v, ids, position, seq_lens, page_table, o, lse):
+def shape_of(op, q, k, v, ids, position, seq_lens, page_table, o, lse, served=Attend.SERVES):
     """Parameters of a Tile for tensors that its kernels can read."""
     H, T, D = k.shape[1], *k.shape[3:]
     G = q.shape[1] // H
     asked = {"dtype": q.dtype, "head size": D, "block size": T, "query heads a KV head": G}
-    templates.serve(op, q, Attend.SERVES, asked)
+    templates.serve(op, q, served, asked)
     templates.contiguous(op, ids=ids, position=position, seq_lens=seq_lens, page_table=page_table, lse=lse)
     templates.door(op, q=q, k=k, v=v, o=o)
     paged = page_table is not None

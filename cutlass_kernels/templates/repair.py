@@ -289,14 +289,9 @@ def repair(q, k, v, ids, position, o, lse, seq_lens, scale, page_table, out, out
         attend_missed(q, k, v, ids, position, seq_lens, scale, page_table, *fresh)
         merge_repaired(position, o, lse, *fresh, out, out_lse)
         return
-    asked = {"dtype": q.dtype, "head size": D, "block size": T, "query heads a KV head": G}
-    templates.serve("repair", q, Repair.SERVES, asked)
-    listed = {"ids": ids, "position": position, "seq_lens": seq_lens, "page_table": page_table}
-    templates.contiguous("repair", **listed, lse=lse, out=out, out_lse=out_lse)
-    templates.door("repair", q=q, k=k, v=v, o=o)
-    params = {"head_dim": D, "group": G, "block": T, "paged": page_table is not None}
-    capacity = templates.round_up(parts, Repair.CAPACITIES[0])
-    kernel = compiled(Repair, dtype=templates.name(q.dtype), **params, capacity=capacity)
+    shape = attend.shape_of("repair", q, k, v, ids, position, seq_lens, page_table, o, lse, Repair.SERVES)
+    templates.contiguous("repair", out=out, out_lse=out_lse)
+    kernel = compiled(Repair, **shape, capacity=templates.round_up(parts, Repair.CAPACITIES[0]))
     kernel(q, k, v, ids, position, o, lse, seq_lens, scale, page_table, out, out_lse)
 
 

@@ -21,7 +21,10 @@ class Select(RowSelect):
 
     def signature(self):
         """What __call__ is compiled for."""
-        B, H, K, P = common.syms(4)
+        return self.arguments(*common.syms(4))
+
+    def arguments(self, B, H, K, P):
+        """Fake scores, lengths, rule, P, and lists of A."""
         lists = common.fake(Int32, (B, H, K), 4)
         return (
             self.row_signature(B, H),
@@ -78,9 +81,8 @@ class Select(RowSelect):
         """CTA `rank` of the cluster of row (b, h)."""
         rank, h, b = cute.arch.block_idx()
         out = SimpleNamespace(ids=ids, position=position, missed=missed, counts=counts)
-        self.row(
-            scores, seq_lens, block_size, sink, local, predicted, out, rank, h, b, self.memory(SmemAllocator(), True)
-        )
+        m = self.memory(SmemAllocator(), True)
+        self.row(scores, seq_lens, block_size, sink, local, predicted, out, rank, h, b, m)
 
     @cute.jit
     def row(self, scores, seq_lens, block_size, sink, local, predicted, out, rank, h, b, m):

@@ -39,18 +39,8 @@ class Speculate:
         """Fake arguments, see the templates package."""
         a, B, H, K, P = self.attend, *syms(4)
         Hq, S, C = syms(3)
-        lists = fake(Int32, (B, H, K), 4)
         return (
-            self.select.row_signature(B, H),
-            fake(Int32, (B,), 4),
-            Int32(1),
-            Int32(0),
-            Int32(1),
-            fake(Int32, (B, H, P), 4),
-            lists,
-            lists,
-            lists,
-            fake(Int32, (B, H, 2), 4),
+            *self.select.arguments(B, H, K, P),
             fake(a.dtype, (B, Hq, a.D)),
             fake(a.dtype, (B, H, S, a.T, a.D)),
             fake(a.dtype, (B, H, S, a.T, a.D)),
@@ -126,17 +116,18 @@ class Speculate:
     ):
         """A CTA of the one or of the other."""
         i, _, _ = cute.arch.block_idx()
+        rows = ids.shape[0] * ids.shape[1]
         select_memory, attend_memory = self.memory(room)
         chosen = SimpleNamespace(ids=ids, position=position, missed=missed, counts=counts)
         x = SimpleNamespace(
             q=q, ids=predicted, position=predicted, seq_lens=seq_lens, table=table, o=o, lse=lse, slots=slots
         )
-        rows = (scores, seq_lens, block_size, sink, local, predicted, chosen)
+        given = (scores, seq_lens, block_size, sink, local, predicted, chosen)
         source = (tma_k, k, tma_v, v)
-        if i < ids.shape[0] * ids.shape[1]:
-            self.choose(rows, i, select_memory)
+        if i < rows:
+            self.choose(given, i, select_memory)
         else:
-            self.ahead(x, source, scale, mma, i - ids.shape[0] * ids.shape[1], tiles, attend_memory)
+            self.ahead(x, source, scale, mma, i - rows, tiles, attend_memory)
 
     def memory(self, room):
         """The same shared memory for both."""
@@ -148,10 +139,10 @@ class Speculate:
         return self.select.memory(Overlay(base), True), self.attend.memory(Overlay(base), room)
 
     @cute.jit
-    def choose(self, rows, i, m):
+    def choose(self, given, i, m):
         """Row i."""
-        H = rows[0].shape[1]
-        self.select.row(*rows, Int32(0), i % H, i // H, m)
+        H = given[0].shape[1]
+        self.select.row(*given, Int32(0), i % H, i // H, m)
 
     @cute.jit
     def ahead(self, x, source, scale, mma, i, tiles, m):

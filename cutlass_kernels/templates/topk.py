@@ -49,9 +49,9 @@ class RowSelect:
 
     def memory(self, smem, compare):
         """Shared memory from an allocator."""
-        m = SimpleNamespace(
-            bins=smem.allocate_tensor(Int32, cute.make_layout((3 * BINS + 4,)), 16)
-        )  # last four: nowhere
+        m = SimpleNamespace()
+        bins = smem.allocate_tensor(Int32, cute.make_layout((3 * BINS + 4,)), 16)  # the last four: nowhere
+        m.bins = cute.make_tensor(bins.iterator, cute.make_layout((4, 512, 3)))
         m.sums = smem.allocate_tensor(Int32, cute.make_layout((4, 16, 3)), 16)
         m.found = smem.allocate_tensor(Int32, cute.make_layout((4, 4)), 16)  # bin, count before, count; cut
         m.warp = smem.allocate_tensor(Int32, cute.make_layout((2, self.warps)), 16)
@@ -72,7 +72,6 @@ class RowSelect:
     def setup(self, m, compare):
         """Clear the shared memory; announce the mbarriers of a cluster."""
         t, _, _ = cute.arch.thread_idx()
-        m.bins = cute.make_tensor(m.bins.iterator, cute.make_layout((4, 512, 3)))
         zero = cute.make_rmem_tensor((4,), Int32)
         zero.fill(0)
         flat = cute.make_tensor(m.bins.iterator, cute.make_layout((4, 3 * 512)))

@@ -306,6 +306,7 @@ def test_opcheck(op: str) -> None:
     cache = a.token, a.token, p.k.nan_to_num(), p.v.nan_to_num()
     state = (torch.zeros_like(a.scores), torch.zeros_like(a.scores), torch.ones(2, 3))
     sizes = (16, 32, 16, 128, 64)
+    written = [x.clone() for x in (*a.selection, *a.partials)]
     given: dict[str, tuple] = {
         "append": (*cache, p.seq_lens, p.page_table),
         "append_quest": (*cache, m["kmin"], m["kmax"], p.seq_lens, p.page_table),
@@ -315,16 +316,7 @@ def test_opcheck(op: str) -> None:
         "select": (a.scores, p.seq_lens, 16, 0, 1, ids, *a.selection),
         "predict": (a.scores, *state, p.seq_lens, 16, 0, 1, ids.clone()),
         "attend": (*kv, ids, *tail, *(torch.empty_like(x) for x in a.partials)),
-        "speculate": (
-            *kv,
-            ids,
-            a.scores,
-            *tail[:2],
-            0,
-            1,
-            p.page_table,
-            *(x.clone() for x in (*a.selection, *a.partials)),
-        ),
+        "speculate": (*kv, ids, a.scores, *tail[:2], 0, 1, p.page_table, *written),
         "merge": (*a.partials, *outputs),
         "attend_missed": (*kv, *a.selection[:2], *tail, *(torch.empty_like(x) for x in a.partials)),
         "merge_repaired": (a.selection.position, *a.partials, *(x.clone() for x in a.partials), *outputs),
