@@ -65,6 +65,12 @@ def _unfit(device: torch.device) -> str:
     return f"{device} ({model}) has compute capability {found[0]}.{found[1]}; the CUDA kernels are for 9.0 ({ARCH})"
 
 
+@cache
+def processors(device: torch.device) -> int:
+    """SMs of a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def contiguous(op: str, **tensors: Tensor | None) -> None:
     """Check that tensors are contiguous.
 

@@ -17,6 +17,7 @@ from cutlass_kernels.templates import common
 NORM_WARPS, SCORE_WARPS = 4, 8
 TILES = 2  # 16-window tiles that a warp has in flight
 NORM_TILE, SCORE_TILE = NORM_WARPS * TILES * 16, SCORE_WARPS * TILES * 16
+RESIDENT = 2  # CTAs of `score` on an SM
 HEADS = 16  # columns of a part; heads beyond the group are empty
 
 
@@ -26,6 +27,9 @@ class InfllmScores:
     Logits are mma with the windows as rows and the query heads as columns: keys go from global memory straight into
     A fragments, 16 bytes at a time, with the contraction index permuted alike in A and B. The sum over the group then
     is one over columns, and the LSE one over rows. Exponentials are of base 2.
+
+    All loads of a tile are in flight before its first product, and those of the next tile before this one's
+    exponentials. `score` has as many CTAs as the device holds at once: each reads the queries and the parts once.
 
     `norm` leaves (maximum, sum) of each head over its share of the windows of k2, or of k1 when the exact normaliser is
     asked for or no coarse window is complete. `score` combines the parts. It may load keys before `norm` has ended,
@@ -60,6 +64,7 @@ class InfllmScores:
             Int32(1),
             Int32(1),
             Int32(1),
+            Int32(1),
         )
 
     @cute.jit
@@ -77,6 +82,7 @@ class InfllmScores:
         coarse_window: Int32,
         coarse_stride: Int32,
         exact: Int32,
+        across: Int32,
         stream: CUstream,
     ):
         """Launch both. parts: [B, H_kv, parts, 2, 16] float32, scratch; exact: 0 or 1; the others as for the op."""
@@ -91,27 +97,47 @@ class InfllmScores:
             preferred_smem_carveout=common.CARVEOUT,
         )
         self.score(q, k1, seq_lens, parts, scores, base2, window, stride, mma).launch(
-            grid=[cute.ceil_div(scores.shape[2], self.blocks), heads, batch],
+            grid=[cutlass.min(cute.ceil_div(scores.shape[2], self.blocks), across), heads, batch],
             block=[SCORE_WARPS * 32, 1, 1],
             stream=stream,
             use_pdl=True,
+            min_blocks_per_mp=RESIDENT,
             preferred_smem_carveout=common.CARVEOUT,
         )
 
     # ------------------------------------------------------------------------------------------------ logits
+    def heads_room(self):
+        """Shared memory for the group's queries: (D, 8 nt), rows of a quarter warp in banks of their own."""
+        room = cute.make_layout((self.D, 8 * self.nt), stride=(1, self.D + 32))
+        return SmemAllocator().allocate_tensor(self.dtype, room, 16)
+
     @cute.jit
-    def load_heads(self, q, b, h, lane):
-        """The group's queries as B fragments, zero beyond it."""
+    def stage_heads(self, q, b, h, heads, t, threads: cutlass.Constexpr):
+        """The group's queries into shared memory, zero beyond it.
+
+        The barrier that this wants is why the loads of keys in front of it are all in flight: no product can pass it.
+        """
+        pieces = const_expr(self.D // 8)
+        piece = cute.make_rmem_tensor((8,), self.dtype)
+        for i in range_constexpr(-(-8 * self.nt * pieces // threads)):
+            at = t + i * threads
+            g = at // pieces
+            piece.fill(0)
+            if g < self.G:
+                cute.autovec_copy(cute.local_tile(q[b, h * self.G + g, None], (8,), (at % pieces,)), piece)
+            if g < 8 * self.nt:
+                cute.autovec_copy(piece, cute.local_tile(heads[None, g], (8,), (at % pieces,)))
+
+    @cute.jit
+    def load_heads(self, heads, lane):
+        """The group's queries as B fragments."""
         row, quad = lane // 4, lane % 4
         shape = ((2, 2), self.nt, self.D // 16)
         fragment = cute.make_rmem_tensor(cute.make_layout(shape, stride=((1, 2), self.D // 4, 4)), self.dtype)
-        fragment.fill(0)
         pieces = cute.make_tensor(fragment.iterator, cute.make_layout((8, self.D // 32, self.nt)))
         for i in range_constexpr(self.nt):
-            if 8 * i + row < self.G:
-                for j in range_constexpr(self.D // 32):
-                    source = cute.local_tile(q[b, h * self.G + 8 * i + row, None], (8,), (j * 4 + quad,))
-                    cute.autovec_copy(source, pieces[None, j, i])
+            for j in range_constexpr(self.D // 32):
+                cute.autovec_copy(cute.local_tile(heads[None, 8 * i + row], (8,), (j * 4 + quad,)), pieces[None, j, i])
         return fragment
 
     @cute.jit
@@ -136,15 +162,13 @@ class InfllmScores:
                     cute.autovec_copy(source, pieces[None, j, half, i])
 
     @cute.jit
-    def logits(self, mma, keys, heads):
-        """(column of a pair, row half, column tile, tile) float32: windows row, row + 8; heads 2 quad, 2 quad + 1."""
-        acc = cute.make_rmem_tensor(((2, 2), 1, self.nt, TILES), Float32)
+    def logits(self, mma, keys, heads, acc):
+        """Into acc: columns of a pair, row half, column tile, tile; windows row, row + 8, heads 2 quad, 2 quad + 1."""
         acc.fill(0.0)
         for i in range_constexpr(TILES):
             for k in range_constexpr(self.D // 16):
                 out = acc[None, None, None, i]
                 cute.gemm(mma, out, keys[None, None, k, i], heads[None, None, k], out)
-        return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, self.nt, TILES)))
 
     # ------------------------------------------------------------------------------------------------ normaliser
     @cute.kernel
@@ -176,21 +200,30 @@ class InfllmScores:
         total = cute.make_rmem_tensor((2, self.nt), Float32)
         top.fill(-Float32.inf)
         total.fill(0.0)
+        heads = self.heads_room()
         if exact != 0 or coarse == 0:
-            self.accumulate(q, k1, fine, b, h, part, parts.shape[2], base2, mma, lane, wid, top, total)
+            self.accumulate(q, heads, k1, fine, b, h, part, parts.shape[2], base2, mma, lane, wid, top, total)
         else:
-            self.accumulate(q, k2, coarse, b, h, part, parts.shape[2], base2, mma, lane, wid, top, total)
+            self.accumulate(q, heads, k2, coarse, b, h, part, parts.shape[2], base2, mma, lane, wid, top, total)
         self.leave(parts, b, h, part, t, lane, wid, top, total)
 
     @cute.jit
-    def accumulate(self, q, means, count, b, h, part, step, base2, mma, lane, wid, top, total):
+    def accumulate(self, q, heads, means, count, b, h, part, step, base2, mma, lane, wid, top, total):
         """Running maximum and sum of a thread's heads over every step-th tile of windows."""
         tile = part
+        keys, pieces = self.key_fragments()
+        acc = cute.make_rmem_tensor(((2, 2), 1, self.nt, TILES), Float32)
+        x = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, self.nt, TILES)))
+        if tile * NORM_TILE < count:
+            self.load_keys(means, b, h, (tile * NORM_WARPS + wid) * (16 * TILES), count, lane, pieces)
+            self.stage_heads(q, b, h, heads, wid * 32 + lane, NORM_WARPS * 32)
+            cute.arch.sync_threads()
         while tile * NORM_TILE < count:
             first = (tile * NORM_WARPS + wid) * (16 * TILES)
-            keys, pieces = self.key_fragments()
-            self.load_keys(means, b, h, first, count, lane, pieces)
-            x = self.logits(mma, keys, self.load_heads(q, b, h, lane))
+            self.logits(mma, keys, self.load_heads(heads, lane), acc)
+            tile = tile + step
+            if tile * NORM_TILE < count:
+                self.load_keys(means, b, h, (tile * NORM_WARPS + wid) * (16 * TILES), count, lane, pieces)
             for j in range_constexpr(self.nt):
                 for e in range_constexpr(2):
                     highest = top[e, j]
@@ -206,7 +239,6 @@ class InfllmScores:
                             running = running + cute.arch.exp2(x[e, half, j, i] - base)
                     top[e, j] = highest
                     total[e, j] = running
-            tile = tile + step
 
     @cute.jit
     def leave(self, parts, b, h, part, t, lane, wid, top, total):
@@ -243,47 +275,66 @@ class InfllmScores:
         stride: Int32,
         mma: cute.TiledMma,
     ):
-        """The scores of one tile of blocks of a row."""
+        """The scores of every step-th tile of blocks of a row; the keys of the next tile are always on their way."""
         t, _, _ = cute.arch.thread_idx()
         tile, h, b = cute.arch.block_idx()
+        step, _, _ = cute.arch.grid_dim()
         lane, wid = t % 32, cute.arch.make_warp_uniform(t // 32)
-        block = tile * self.blocks
-        start = block * self.per_block - self.reach  # of the CTA's windows; the first may not exist
         count = complete(seq_lens[b], window, stride, k1.shape[2])
         smem = SmemAllocator()
-        weights = smem.allocate_tensor(Float32, cute.make_layout((SCORE_TILE,)), 16)
+        weights = smem.allocate_tensor(Float32, cute.make_layout((SCORE_TILE, 2)), 16)
         shared = smem.allocate_tensor(Float32, cute.make_layout((HEADS, 2, SCORE_WARPS)), 16)
         lse = smem.allocate_tensor(Float32, cute.make_layout((HEADS,)), 16)
-        best = -Float32.inf
+        heads = self.heads_room()
+        keys, pieces = self.key_fragments()
+        self.load_tile(k1, b, h, tile, count, lane, wid, pieces)
+        self.stage_heads(q, b, h, heads, t, SCORE_WARPS * 32)
+        cute.arch.sync_threads()
+        acc = cute.make_rmem_tensor(((2, 2), 1, self.nt, TILES), Float32)
+        self.logits(mma, keys, self.load_heads(heads, lane), acc)
+        self.load_tile(k1, b, h, tile + step, count, lane, wid, pieces)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        self.normaliser(parts, b, h, t, lane, wid, shared, lse)
+        turn = Int32(0)
+        while tile * self.blocks < scores.shape[2]:
+            self.write(scores, weights, lse, acc, base2, b, h, tile, turn, count, t, lane, wid)
+            tile, turn = tile + step, 1 - turn
+            if tile * self.blocks < scores.shape[2]:
+                self.logits(mma, keys, self.load_heads(heads, lane), acc)
+                self.load_tile(k1, b, h, tile + step, count, lane, wid, pieces)
+
+    @cute.jit
+    def load_tile(self, k1, b, h, tile, count, lane, wid, pieces):
+        """Keys of this warp's share of a tile of blocks, if any of its windows is complete."""
+        start = tile * self.blocks * self.per_block - self.reach  # of the tile's windows; the first may not exist
         if start < count:
-            first = start + wid * (16 * TILES)
-            keys, pieces = self.key_fragments()
-            self.load_keys(k1, b, h, first, count, lane, pieces)
-            x = self.logits(mma, keys, self.load_heads(q, b, h, lane))
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-            self.normaliser(parts, b, h, t, lane, wid, shared, lse)
-            for i in range_constexpr(TILES):
-                for half in range_constexpr(2):
-                    weight = Float32(0.0)
-                    for j in range_constexpr(self.nt):
-                        for e in range_constexpr(2):
-                            head = 8 * j + 2 * (lane % 4) + e
-                            weight = weight + cute.arch.exp2(x[e, half, j, i] * base2 - lse[head])
-                    weight = cute.arch.warp_reduction_sum(weight, threads_in_group=4)
-                    at = 16 * i + 8 * half + lane // 4
-                    inside = first + at >= 0 and first + at < count
-                    if lane % 4 == 0:
-                        weights[wid * (16 * TILES) + at] = weight if inside else -Float32.inf
-            cute.arch.sync_threads()
-            if t < self.blocks:
-                for i in range_constexpr(self.per_block + self.reach):
-                    best = cute.arch.fmax(best, weights[t * self.per_block + i])
-        else:
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-        if t < self.blocks and block + t < scores.shape[2]:
-            scores[b, h, block + t] = best
+            self.load_keys(k1, b, h, start + wid * (16 * TILES), count, lane, pieces)
+
+    @cute.jit
+    def write(self, scores, weights, lse, acc, base2, b, h, tile, turn, count, t, lane, wid):
+        """Group sums of a tile's windows, and the maximum a block. Two buffers: one barrier a tile is enough."""
+        x = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, self.nt, TILES)))
+        first = tile * self.blocks * self.per_block - self.reach + wid * (16 * TILES)
+        for i in range_constexpr(TILES):
+            for half in range_constexpr(2):
+                weight = Float32(0.0)
+                for j in range_constexpr(self.nt):
+                    for e in range_constexpr(2):
+                        head = 8 * j + 2 * (lane % 4) + e
+                        weight = weight + cute.arch.exp2(x[e, half, j, i] * base2 - lse[head])
+                weight = cute.arch.warp_reduction_sum(weight, threads_in_group=4)
+                at = 16 * i + 8 * half + lane // 4
+                inside = first + at >= 0 and first + at < count
+                if lane % 4 == 0:
+                    weights[wid * (16 * TILES) + at, turn] = weight if inside else -Float32.inf
+        cute.arch.sync_threads()
+        block = tile * self.blocks + t
+        if t < self.blocks and block < scores.shape[2]:
+            best = -Float32.inf
+            for i in range_constexpr(self.per_block + self.reach):
+                best = cute.arch.fmax(best, weights[t * self.per_block + i, turn])
+            scores[b, h, block] = best
 
     @cute.jit
     def normaliser(self, parts, b, h, t, lane, wid, shared, lse):
@@ -380,5 +431,6 @@ def infllm_scores(
         parts = q.new_empty(B, H, min(wanted, 128), 2, HEADS, dtype=torch.float32)
         params = {"dtype": templates.name(q.dtype), "head_dim": D, "group": group}
         kernel = compiled(InfllmScores, **params, per_block=per_block, reach=reach)
-        sizes = window, stride, coarse_window, coarse_stride, int(exact)
+        across = max(1, RESIDENT * templates.processors(q.device) // (B * H))  # what is on the device at once
+        sizes = window, stride, coarse_window, coarse_stride, int(exact), across
         kernel(q, k1, k2, seq_lens, parts, scores, scale, *sizes)

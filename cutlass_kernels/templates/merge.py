@@ -112,6 +112,7 @@ class Merge(Tree):
                 if looked_up == 1 and j < parts:
                     source[i] = position[b, h, j]
             cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()  # what is next has bytes of its own to fetch: weights
             for i in range_constexpr(self.FLIGHT):
                 j = n + i * self.ROWS
                 if source[i] >= 0:
