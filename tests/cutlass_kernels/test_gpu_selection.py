@@ -173,6 +173,20 @@ def test_infllm_scores_of_a_long_row():
         check_infllm(got, want)
 
 
+@pytest.mark.parametrize(("G", "D"), ((16, 128), (4, 64)))
+def test_infllm_scores_of_more_rows_than_the_device_holds_tiles_of(G, D):
+    """A CTA makes several tiles of its row; some rows end in its first tile, in a later one, or before all."""
+    tokens = (32768, 32001, 20000, 8100, 4033, 300, 64, 0)
+    q, k1, k2, seq = infllm_problem(8, 16, G, D, tokens, 32768, torch.bfloat16)
+    for exact in (False, True):
+        args = (q, k1, k2, seq, D**-0.5, 64, 32, 16, 128, 64, exact)
+        got = torch.full((8, 16, 512), NAN, device=DEV)
+        infllm_scores(*args, out=got)
+        want = torch.empty_like(got)
+        reference.infllm_scores(*args, want)
+        check_infllm(got, want)
+
+
 def test_infllm_scores_replayed_longer():
     q, k1, k2, seq = infllm_problem(2, 2, 4, 128, (8192, 8192), 8192, torch.bfloat16)
     k1.nan_to_num_(0.5)
