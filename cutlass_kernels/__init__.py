@@ -11,7 +11,8 @@ One decode step of a layer, for B sequences of ragged length, one query token ea
 
 attend_missed and merge_repaired are the halves of repair, faster where much is missed. Without P, select, attend_missed
 and merge are a serial step. replay_hits says what predict would have hit in a window of rows. LSE is the natural log;
-the empty set is o = 0, lse = -inf. See each op for shapes, dtypes and errors.
+the empty set is o = 0, lse = -inf. The rest of a layer is linear, rms_norm, add_rms_norm and add_norm_linear,
+which is linear behind add_rms_norm in one launch. See each op for shapes, dtypes and errors.
 """
 
 import cutlass_kernels.cuda  # noqa: F401  (CUDA tensors are served by the templates)
@@ -20,6 +21,8 @@ from cutlass_kernels.ops import (
     OPS,
     Replayed,
     Selection,
+    add_norm_linear,
+    add_rms_norm,
     append,
     append_infllm,
     append_quest,
@@ -34,6 +37,7 @@ from cutlass_kernels.ops import (
     repair,
     repair_union,
     replay_hits,
+    rms_norm,
     select,
     speculate,
 )
@@ -42,6 +46,8 @@ __all__ = [
     "OPS",
     "Replayed",
     "Selection",
+    "add_norm_linear",
+    "add_rms_norm",
     "append",
     "append_infllm",
     "append_quest",
@@ -57,6 +63,7 @@ __all__ = [
     "repair",
     "repair_union",
     "replay_hits",
+    "rms_norm",
     "select",
     "speculate",
 ]

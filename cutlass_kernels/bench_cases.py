@@ -38,7 +38,7 @@ class Case:
     dtype: str = "bfloat16"
     missed: int = 0  # blocks a KV head that a repair computes
     n: int = 0  # of the weights [n, k] of a linear layer, which has no other shape
-    k: int = 0
+    k: int = 0  # of those, or of the rows of a norm
 
     @property
     def blocks(self) -> int:
@@ -58,13 +58,13 @@ class Case:
     def row(self) -> dict:
         """The keys of a published row."""
         row = asdict(self)
-        if self.n:
-            return {key: row[key] for key in ("op", "n", "k", "batch", "dtype")}
+        if self.k:
+            return {key: row[key] for key in ("op", "n", "k", "batch", "dtype") if row[key]}
         return {key: v for key, v in row.items() if v or key not in ("missed", "n", "k")}
 
     def floor_bytes(self) -> int:
         """Bytes of K, V, metadata or weights that must come from memory; 0: latency only."""
-        if self.n:
+        if self.k:
             return 2 * self.n * self.k
         token = 2 * self.head_dim * self.kv_heads * self.batch  # bytes of K, or of V
         per_block = 2 * token
@@ -97,7 +97,8 @@ def cases() -> list[Case]:
     for heads, context in ((2, long), (4, long), (8, long), (2, longest)):
         out += [Case(op, heads, 64, context, 4096) for op in ("layer_serial", "layer_prr")]
     glm4 = ((5120, 4096), (4096, 4096), (27392, 4096), (4096, 13696), (151552, 4096))  # q k v, o, FFN, vocabulary
-    out += [Case("linear", n=n, k=k) for n, k in glm4]
+    out += [Case("linear", n=n, k=k) for n, k in glm4] + [Case("add_rms_norm", k=4096)]
+    out += [Case("norm_linear", n=n, k=4096) for n in (5120, 27392)]
     contexts = (16 * KI, 64 * KI)
     return out + [Case("calibrate", h, block, n, 4096) for block in (16, 64) for n in contexts for h in (2, 4)]
 
@@ -183,6 +184,8 @@ def calls(case: Case) -> Calls:
         "layer_serial": _layer,
         "layer_prr": _layer,
         "linear": _linear,
+        "add_rms_norm": _norm,
+        "norm_linear": _norm_linear,
         "calibrate": _calibrate,
     }
     return makers[case.op](case)
@@ -441,6 +444,42 @@ def _linear(case: Case) -> Calls:
     return call, check
 
 
+def norm_inputs(case: Case) -> tuple[list[Tensor], Tensor]:
+    """Rows [batch, k], each to be added to the one before it, and a weight [k]."""
+    torch.manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, case.k, device="cuda", dtype=getattr(torch, case.dtype))
+    return [draw(case.batch) for _ in range(set_count(case))], draw()
+
+
+def _norm(case: Case) -> Calls:
+    rows, weight = norm_inputs(case)
+
+    def call(i: int) -> tuple[Tensor, Tensor]:
+        return ck.add_rms_norm(rows[i % len(rows)], rows[i % len(rows) - 1], weight, 1e-5)
+
+    def check() -> None:
+        ours, wanted = call(0), reference.add_rms_norm(rows[0], rows[-1], weight, 1e-5)
+        close(ours[0], wanted[0], 1e-3, "add_rms_norm")
+        same(ours[1], wanted[1], "add_rms_norm sum")
+
+    return call, check
+
+
+def _norm_linear(case: Case) -> Calls:
+    (rows, scale), (_, weights) = norm_inputs(case), linear_inputs(case)
+
+    def call(i: int) -> tuple[Tensor, Tensor]:
+        at = i % len(rows)
+        return ck.add_norm_linear(rows[at], rows[at - 1], scale, 1e-5, weights[at])
+
+    def check() -> None:
+        ours, (row, total) = call(0), ck.add_rms_norm(rows[0], rows[-1], scale, 1e-5)
+        same(ours[0], ck.linear(row, weights[0]), "add_norm_linear against add_rms_norm and linear")
+        same(ours[1], total, "add_norm_linear sum")
+
+    return call, check
+
+
 def calibrate_inputs(case: Case) -> list[Any]:
     """What replay_hits takes: 64 rows of drifting scores in 40 layers, 80 candidates; Quest's rule, or InfLLM-v2's."""
     torch.manual_seed(0)
@@ -483,5 +522,5 @@ def peers_of(case: Case) -> Iterator[str]:
     """Names of the peers that can run a case."""
     if case.op == "serial_attention" and case.kv_heads == 8:
         yield "flashinfer"
-    if case.op in ("serial_attention", "quest_scores", "select", "predict", "linear", "calibrate"):
+    if case.op in ("serial_attention", "quest_scores", "select", "predict", "calibrate") or case.k:
         yield "torch"

@@ -30,6 +30,9 @@ ROUTES = {
     "repair": "repair",
     "repair_union": "repair",
     "linear": "linear",
+    "rms_norm": "norm",
+    "add_rms_norm": "norm",
+    "add_norm_linear": "norm_linear",
 }
 
 

@@ -21,6 +21,7 @@ from cutlass_kernels.bench_cases import (
     _score_sets,
     calibrate_inputs,
     linear_inputs,
+    norm_inputs,
 )
 
 Timer = Callable[[Callable[[int], object], int], float]  # (call, number of sets) -> us
@@ -80,6 +81,14 @@ def plain_torch(case: Case, timer: Timer) -> dict[str, float]:
     if case.op == "linear":
         row, weights = linear_inputs(case)
         return {"torch_us": timer(lambda i: torch.nn.functional.linear(row, weights[i % len(weights)]), len(weights))}
+    if case.op in ("add_rms_norm", "norm_linear"):
+        rows, scale = norm_inputs(case)
+        add = lambda i: rows[i % len(rows)] + rows[i % len(rows) - 1]
+        norm = lambda i: torch.nn.functional.rms_norm(add(i), scale.shape, scale, 1e-5)
+        if case.op == "add_rms_norm":
+            return {"torch_us": timer(norm, len(rows))}
+        weights = linear_inputs(case)[1]
+        return {"torch_us": timer(lambda i: torch.nn.functional.linear(norm(i), weights[i % len(rows)]), len(rows))}
     if case.op == "calibrate":
         return {"torch_us": _replay(case)}
     x = Inputs(case)

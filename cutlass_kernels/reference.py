@@ -5,7 +5,8 @@ Exactness is a property of how these are written. Every floating-point reduction
 operations (`_tree_last`, `_tree_rows`, `_tree_parts`), never a library sum or product, whose order depends on sizes
 around it. So the partial of a block depends on nothing but that block, q and the scale, whatever else is in the launch,
 and a merge depends on nothing but the partials of A in ascending order. exp and log are taken of contiguous tensors
-only (a test checks that their value does not depend on the position; exp2's does, on some CPUs).
+only (a test checks that their value does not depend on the position; exp2's does, on some CPUs). The norms alone have
+torch's mean: they are to have the bits of the layers that models come with.
 """
 
 import torch
@@ -528,3 +529,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = weight.split(max(1, _CHUNK // max(1, x.numel())))
     y = torch.cat([_tree_last(x.float()[:, None] * w.float()) for w in rows], 1)
     return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------- norms
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The row over its rms in float32, rounded, then times the weight; torch's own mean, as it stands in models."""
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * y.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and that sum."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def add_norm_linear(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A linear layer of the norm of x + residual, and that sum."""
+    y, total = add_rms_norm(x, residual, norm_weight, eps)
+    rows = x.shape[:-1]
+    return linear(y.reshape(rows.numel(), y.shape[-1]), weight, bias).view(*rows, weight.shape[0]), total

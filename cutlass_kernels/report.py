@@ -41,9 +41,9 @@ def table(data: dict[str, Any]) -> str:
 
 
 def _shape(r: dict[str, Any]) -> list[str]:
-    """Heads, block, context and budget, or the weights of a linear layer."""
-    if "n" in r:
-        return [f"{r['n']} x {r['k']}", "-", "-", "-"]
+    """Heads, block, context and budget, or the weights of a linear layer, or the row of a norm."""
+    if "k" in r:
+        return [f"{r['n']} x {r['k']}" if "n" in r else str(r["k"]), "-", "-", "-"]
     budget = count(r["budget"]) + (f", {r['missed']} missed" if "missed" in r else "")
     return [f"{r['q_heads']} / {r['kv_heads']}, {r['head_dim']}", str(r["block"]), count(r["context"]), budget]
 

@@ -9,8 +9,6 @@ So that a short matrix still has work for every SM, each weight row is cut into 
 meets all cuts of x in the MMA, and the one that it belongs to counts.
 """
 
-from functools import cache
-
 import cutlass
 import cutlass.cute as cute
 import torch
@@ -56,8 +54,13 @@ class Linear:
     @cute.jit
     def __call__(self, x: cute.Tensor, w: cute.Tensor, bias, y: cute.Tensor, ctas: Int32, stream: CUstream):
         """Launch: x [M split, K], w [N split, K], bias [N] or None, y [M, N]."""
+        self.launch(x, w, bias, y, ctas, stream)
+
+    @cute.jit
+    def launch(self, given, w: cute.Tensor, bias, y: cute.Tensor, ctas: Int32, stream: CUstream):
+        """Launch; given: what x is made of, for those that override `early` and `load_x`."""
         mma = cute.make_tiled_mma(warp.MmaF16BF16Op(self.dtype, Float32, (ROWS, COLUMNS, 16)))
-        self.kernel(x, w, bias, y, mma).launch(
+        self.kernel(given, w, bias, y, mma).launch(
             grid=[ctas, 1, 1],
             block=[self.warps * 32, 1, 1],
             stream=stream,
@@ -66,7 +69,7 @@ class Linear:
         )
 
     @cute.kernel
-    def kernel(self, x: cute.Tensor, w: cute.Tensor, bias, y: cute.Tensor, mma: cute.TiledMma):
+    def kernel(self, given, w: cute.Tensor, bias, y: cute.Tensor, mma: cute.TiledMma):
         """Tiles of 16 weight rows: every grid-th, from the CTA's number on."""
         t, _, _ = cute.arch.thread_idx()
         first, _, _ = cute.arch.block_idx()
@@ -81,11 +84,12 @@ class Linear:
             cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), self.dtype, num_bits_per_copy=128
         )
         tiles = (cute.size(w, mode=[0]) // ROWS - first + every - 1) // every
+        early = self.early(given, t)
         for i in range_constexpr(self.stages - 1):
             self.fetch(copy, w, ring, first, every, tiles, Int32(i), t, wid)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        self.load_x(copy, x, sx, t)
+        self.load_x(copy, given, early, sx, parts, t)
 
         words = cute.make_rmem_tensor((8, 2, 2), self.dtype)  # of row r and r + 8, of either half of the step
         others = cute.make_rmem_tensor((8, 2), self.dtype)
@@ -139,8 +143,11 @@ class Linear:
                     cute.copy(copy, source, ring[None, t, 2 * half + below, i % self.stages])
         cute.arch.cp_async_commit_group()
 
+    def early(self, given, t):
+        """What a thread may load in front of the wait."""
+
     @cute.jit
-    def load_x(self, copy, x, sx, t):
+    def load_x(self, copy, x, early, sx, parts, t):
         """All of x into shared memory; past the L1, which may hold what another launch has seen there."""
         pieces = const_expr(self.K // 8)
         for i in cutlass.range(t, pieces * self.columns, 32 * self.warps, unroll=4):
@@ -168,11 +175,6 @@ class Linear:
                 for i in range_constexpr(self.warps):
                     total = total + parts[m * self.split + q, n * self.split + q, i, buffer]
             y[m, tile * self.outputs + n] = (total + addend).to(self.dtype)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def split_of(rows: int, n: int, k: int, processors: int) -> int:
@@ -208,7 +210,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not serves(x, weight, bias):
         return torch.nn.functional.linear(x, weight, bias)
     (rows, k), n = x.shape, weight.shape[0]
-    processors = _processors(x.device)
+    processors = templates.processors(x.device)
     split = split_of(rows, n, k, processors)
     params = {"k": k // split, "rows": rows, "split": split, "bias": bias is not None}
     kernel = compiled(Linear, dtype=templates.name(x.dtype), **params)

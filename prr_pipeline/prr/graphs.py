@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from prr_pipeline.models.attention import attached
 from prr_pipeline.models.cache import KVCache
 from prr_pipeline.models.linear import fast_linears
+from prr_pipeline.models.norm import adds_fused, fast_norms
 from prr_pipeline.prr.engine import Engine, Feed, Generator, Mode, Prefilled, Step, Theta, digest
-from prr_pipeline.prr.phase import AttentionPhase, Plan
+from prr_pipeline.prr.phase import AttentionPhase, Plan, forked, join
 from prr_pipeline.prr.sampling import Sampler, draw
 from prr_pipeline.prr.stats import LayerStats, StepStats, count, refuse_nan
 
@@ -32,7 +33,7 @@ class GraphOptions:
     """How steps are run.
 
     burst: steps between host syncs, at most. compiled: the model through torch.compile. captured: steps as CUDA graphs.
-    linears: the model's linear layers through our op where they see one token; the model keeps them.
+    linears: the model's linear layers and norms through our ops where they see one token; the model keeps them.
     """
 
     burst: int = 32
@@ -120,16 +121,22 @@ class GraphRunner:
         if self.feed is not None:
             self.fed = [x.index_select(1, self.count)[:, 0] for x in self.feed[:3]]
         logits = self.model(self.token, self.position)
+        with forked(phase.learn):  # beside the draw
+            self._note(plan, logits)
         u = None if self.temperature == 0 else self.uniforms.index_select(0, self.count)
         self.token.copy_(draw(logits, u, self.temperature, self.top_p)[:, None])
-        phase.end(plan)
         book.tokens.index_copy_(0, book.slot, self.token[0])
+        join(phase.learn)
+        for x in (self.position, self.count, book.slot):
+            x.add_(1)
+
+    def _note(self, plan: Plan, logits: Tensor) -> None:
+        """Into the log: what the step did, but for its token."""
+        book, phase = self.log, self.phase
         book.digests.index_copy_(0, book.slot, digest(logits))
         if plan.sparse and phase.logs:
             for kept, now in ((book.ids, phase.ids), (book.missed, phase.missed), (book.counts, phase.counts)):
                 kept.index_copy_(0, book.slot, now[None])
-        for x in (self.position, self.count, book.slot):
-            x.add_(1)
 
     def ahead_log(self, width: int) -> Tensor:
         """Where a burst's P are kept."""
@@ -337,6 +344,7 @@ class GraphEngine(Engine):
         self.how = how
         if how.linears:
             fast_linears(self.model)
+            fast_norms(self.model)
         self._arena: KVCache | None = None
         self._runner: GraphRunner | None = None
 
@@ -381,6 +389,7 @@ def step_function(model: nn.Module, how: GraphOptions) -> Callable[[Tensor, Tens
             return out.logits[:, -1]
 
         if how.compiled:  # its kernels, like ours, come up while the one in front of them ends
-            step = torch.compile(one, fullgraph=True, dynamic=False, options={"triton.enable_pdl": True})
+            options = {"triton.enable_pdl": True, "combo_kernels": True, "post_grad_custom_pre_pass": adds_fused()}
+            step = torch.compile(one, fullgraph=True, dynamic=False, options=options)
         setattr(model, kept, step if how.compiled else one)
     return getattr(model, kept)

@@ -180,11 +180,6 @@ class AttentionPhase:
         )
         return self.mend(plan, at, q, chosen, self._ready(plan, partials, q), scale)
 
-    def end(self, plan: Plan) -> None:
-        """What a step must wait for."""
-        if plan.learns:
-            join(self.learn)
-
     def score(self, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
         """The scores of a layer's blocks, [B, H_kv, N]."""
         self.method.score(q, at.meta, self.cache.seq_lens, scale, self.scores[layer])

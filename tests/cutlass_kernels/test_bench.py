@@ -41,6 +41,8 @@ def test_a_row_has_the_published_keys():
     assert bench_cases.Case("linear", n=512, k=4096).row() == {
         "op": "linear", "n": 512, "k": 4096, "batch": 1, "dtype": "bfloat16"
     }  # fmt: skip
+    norm = bench_cases.Case("add_rms_norm", k=4096)
+    assert norm.row() == {"op": "add_rms_norm", "k": 4096, "batch": 1, "dtype": "bfloat16"} and not norm.floor_bytes()
 
 
 def test_list_needs_no_gpu(capsys):

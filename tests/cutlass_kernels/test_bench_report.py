@@ -40,6 +40,10 @@ def test_peers_get_columns_only_where_they_ran():
 def test_a_linear_layer_is_its_weights():
     text = report.table(data({"op": "linear", "n": 512, "k": 4096, "us": 2.6, "floor_us": 0.94, "torch_us": 7.25}))
     assert "| linear | 512 x 4096 | - | - | - | 2.60 | 0.94 | 7.25 |" in text
+    text = report.table(data({"op": "norm_linear", "n": 512, "k": 4096, "us": 3.1}))
+    assert "| norm_linear | 512 x 4096 | - | - | - | 3.10 | - |" in text
+    text = report.table(data({"op": "add_rms_norm", "k": 4096, "us": 1.5, "torch_us": 4.25}))
+    assert "| add_rms_norm | 4096 | - | - | - | 1.50 | - | 4.25 |" in text
 
 
 def test_only_what_is_between_the_markers_changes():

@@ -19,6 +19,8 @@ from cutlass_kernels.templates.append import Append, AppendInfLLM
 from cutlass_kernels.templates.attend import Attend
 from cutlass_kernels.templates.linear import Linear
 from cutlass_kernels.templates.merge import Merge
+from cutlass_kernels.templates.norm import Norm
+from cutlass_kernels.templates.norm_linear import NormLinear
 from cutlass_kernels.templates.repair import Repair
 from cutlass_kernels.templates.replay_hits import ReplayHits
 
@@ -51,6 +53,11 @@ GRID = [
                         coarse_step=64)),
     (Linear, dict(dtype="bfloat16", k=4096, rows=1, split=1, bias=False)),
     (Linear, dict(dtype="float16", k=832, rows=2, split=4, bias=True)),
+    (NormLinear, dict(dtype="bfloat16", k=4096, split=1, bias=False)),
+    (NormLinear, dict(dtype="float16", k=1024, split=8, bias=True)),
+    (NormLinear, dict(dtype="bfloat16", k=576, split=1, bias=True)),
+    (Norm, dict(dtype="bfloat16", k=4096, adds=True)),
+    (Norm, dict(dtype="float16", k=16376, adds=False)),
 ]  # fmt: skip
 
 
@@ -103,6 +110,7 @@ def test_repair_is_compiled_again_when_the_shared_arithmetic_changes():
 
 def test_a_kernel_that_uses_another_s_functions_depends_on_its_file():
     assert {p.name for p in kc._sources(ReplayHits)} >= {"replay_hits.py", "predict.py", "topk.py"}
+    assert {p.name for p in kc._sources(NormLinear)} >= {"norm_linear.py", "linear.py", "norm.py"}
 
 
 def test_a_kept_kernel_is_not_compiled_again(folder, builds):

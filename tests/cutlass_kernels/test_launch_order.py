@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 BUILD = """
 from cutlass_kernels.compile import build
-from cutlass_kernels.templates import append, attend, infllm_scores, linear, merge
+from cutlass_kernels.templates import append, attend, infllm_scores, linear, merge, norm, norm_linear
 from cutlass_kernels.templates import predict, quest_scores, repair, select, speculate
 from cutlass_kernels.templates.topk import shape_of
 half = dict(dtype="bfloat16", head_dim=64)
@@ -27,6 +27,8 @@ build(repair.Repair, **block, capacity=64)
 build(merge.Merge, **half, group=4)
 build(predict.Predict, **shape_of(2048), vector=True)
 build(linear.Linear, dtype="bfloat16", k=1024, rows=1, split=1, bias=False)
+build(norm.Norm, dtype="bfloat16", k=4096, adds=True)
+build(norm_linear.NormLinear, dtype="bfloat16", k=2048, split=2, bias=False)
 """
 WAIT, START = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
@@ -52,7 +54,7 @@ def places(ptx, pattern):
 
 def test_every_kernel_waits_before_it_lets_the_next_one_start(kernels):
     """Attention over P reads, without waiting, what stands further in front: this is why that is there."""
-    assert len(kernels) == 11
+    assert len(kernels) == 13
     for name, ptx in kernels.items():
         waits, starts = places(ptx, WAIT), places(ptx, START)
         assert waits and starts, name
@@ -70,3 +72,26 @@ def test_beside_a_selection_attention_starts_at_once_and_the_selection_waits(ker
     ptx = kernels["Speculate"]
     marks = sorted((at, what) for what in (WAIT, START) for at in places(ptx, what))
     assert [what for _, what in marks] == [WAIT, START, START, WAIT]
+
+
+def test_a_norm_asks_for_its_weight_in_front_of_the_wait_and_for_its_rows_behind_it_past_the_l1(kernels):
+    ptx = kernels["Norm"]
+    wait, start, barrier = (places(ptx, what)[0] for what in (WAIT, START, r"bar\.sync"))
+    early, late = places(ptx, r"ld\.global\.v4"), places(ptx, r"ld\.global\.cg\.v4")
+    assert len(places(ptx, r"ld\.global")) == 3 and len(early) == 1 and len(late) == 2
+    assert early[0] < wait < start < late[0] < late[1] < barrier
+    assert wait < places(ptx, r"st\.global")[0]
+
+
+def test_a_norm_in_a_linear_layer_leaves_the_copies_of_weights_in_front_of_the_wait(kernels):
+    """As many as in the layer alone, none of which x has to wait for; one sum of squares is between x and the MMAs."""
+    ptx = kernels["NormLinear"]
+    wait, start = (places(ptx, what)[0] for what in (WAIT, START))
+    copies = [[at < places(x, WAIT)[0] for at in places(x, r"cp\.async\.cg")] for x in (ptx, kernels["Linear"])]
+    assert sum(copies[0]) == sum(copies[1]) == 7 * 4 and len(copies[0]) == len(copies[1]) - 1 == 8 * 4
+    weight, rows = places(ptx, r"ld\.global\.v4"), places(ptx, r"ld\.global\.cg\.v4")
+    assert len(places(ptx, r"ld\.global")) == 6 and len(weight) == 2 and len(rows) == 4
+    first, second, _ = places(ptx, r"bar\.sync")
+    assert weight[-1] < wait < start < rows[0] and rows[-1] < first < second < places(ptx, r"mma\.sync")[0]
+    assert all(wait < at < first for at in places(ptx, r"st\.global\.v4"))
+    assert all(at > second for at in places(ptx, r"cp\.async\.wait_group"))

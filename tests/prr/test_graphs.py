@@ -22,7 +22,7 @@ from prr_pipeline.dsa.quest import Quest
 from prr_pipeline.prr import synthetic
 from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off
 from prr_pipeline.prr.engine import Mode, Step, digest
-from prr_pipeline.prr.graphs import GraphEngine, GraphOptions, recorded
+from prr_pipeline.prr.graphs import GraphEngine, GraphOptions, recorded, step_function
 from prr_pipeline.prr.phase import AttentionPhase
 from prr_pipeline.prr.sampling import Sampler
 
@@ -411,14 +411,26 @@ def test_a_soak_keeps_serial_bits_memory_and_metadata(name: str) -> None:
             assert torch.equal(x[~x.isnan()], kept[key][~x.isnan()]), (layer, key)
 
 
-def test_linear_layers_are_taken_over_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_layers_and_norms_are_taken_over_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Any] = []
-    monkeypatch.setattr("prr_pipeline.prr.graphs.fast_linears", taken.append)
+    for name in ("fast_linears", "fast_norms"):
+        monkeypatch.setattr(f"prr_pipeline.prr.graphs.{name}", taken.append)
     model = tiny("llama")
     engine(model, QUEST, replace(EAGER, linears=False))
     assert not taken
     engine(model, QUEST)
-    assert taken == [model]
+    assert taken == [model, model]
+
+
+def test_a_compiled_step_has_its_sums_put_into_its_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(torch, "compile", lambda step, **how: asked.update(how["options"]) or step)
+    step_function(tiny("llama"), replace(EAGER, compiled=True))
+    passes: list[Any] = []
+    for name in ("fuse_adds", "fuse_linears"):
+        monkeypatch.setattr(f"prr_pipeline.models.norm.{name}", lambda graph, name=name: passes.append((name, graph)))
+    asked["post_grad_custom_pre_pass"]("a graph")
+    assert passes == [("fuse_adds", "a graph"), ("fuse_linears", "a graph")]
 
 
 def test_a_plan_of_no_budget_is_the_plan_of_serial() -> None:
