@@ -217,7 +217,7 @@ def _attention(case: Case) -> Calls:
         close(parts[1], wanted[1], 1e-5, "attend lse")
         merge(0)
         out = tuple(torch.empty_like(p) for p in x.out)
-        reference.merge(*wanted, *out)
+        reference.merge(*wanted, out[0], out[1])
         close(x.out[0], out[0], 5e-3, "merge")
 
     attend(0)
@@ -401,7 +401,7 @@ def _layer(case: Case) -> Calls:
         score(i)
         ck.select(scores, x.lens, case.block, case.top_k, out=picked)
         ck.attend_missed(x.q, *caches[i], picked, x.lens, x.scale, out=fresh)  # without P: all of A
-        return ck.merge(*fresh, x.out)
+        return ck.merge(*fresh, x.out, early=True)  # as in a decode step
 
     def prr(i: int) -> object:
         i %= x.sets

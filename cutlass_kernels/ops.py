@@ -510,18 +510,20 @@ def _check_merged(d: Dims, o: Tensor, out: tuple[Tensor, Tensor]) -> None:
     d("out[1]", out[1], f"B {o.shape[1] * o.shape[3]}", torch.float32)
 
 
-def merge(o: Tensor, lse: Tensor, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def merge(o: Tensor, lse: Tensor, out: tuple[Tensor, Tensor], early: bool = False) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint parts, from their partials (online softmax).
 
     Args:
         o, lse: [B, H_kv, N, G, D] and [B, H_kv, N, G] float32. Parts with lse = -inf weigh nothing, whatever their o.
         out: ([B, Hq, D] of any float dtype, [B, Hq] float32), written; o = 0, lse = -inf where every part is empty.
+        early: on a GPU, let the launch behind this one start before the partials are read. Worth it where that one has
+            bytes of its own to fetch first, as a linear layer has; speculate, which may write partials, must not be it.
     """
     d = Dims("merge")
     d("o", o, "B H N G D", torch.float32)
     d("lse", lse, "B H N G", torch.float32)
     _check_merged(d, o, out)
-    torch.ops.prr.merge(o, lse, *out)
+    torch.ops.prr.merge(o, lse, *out, early)
     return out
 
 
@@ -563,6 +565,7 @@ def merge_repaired(
     fresh_o: Tensor,
     fresh_lse: Tensor,
     out: tuple[Tensor, Tensor],
+    early: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The second half of repair: merge over A.
 
@@ -572,6 +575,7 @@ def merge_repaired(
         o, lse: attend's partials of P; wasted blocks are not read.
         fresh_o, fresh_lse: what attend_missed gave for the same selection.
         out: ([B, Hq, D] of any float dtype, [B, Hq] float32), written.
+        early: as for merge.
     """
     d = Dims("merge_repaired")
     d("o", o, "B H P G D", torch.float32)
@@ -580,7 +584,7 @@ def merge_repaired(
     d("fresh_o", fresh_o, "B H K G D", torch.float32)
     d("fresh_lse", fresh_lse, "B H K G", torch.float32)
     _check_merged(d, o, out)
-    torch.ops.prr.merge_repaired(selection.position, o, lse, fresh_o, fresh_lse, *out)
+    torch.ops.prr.merge_repaired(selection.position, o, lse, fresh_o, fresh_lse, *out, early)
     return out
 
 
@@ -597,6 +601,8 @@ def repair(
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Exact repair: attention over A, bit for bit merge(attend(A)), whatever P was. attend_missed, then merge_repaired.
+
+    On a GPU the launch behind it may start before the partials are read, see merge's `early`.
 
     Args:
         selection: what select returned for P.

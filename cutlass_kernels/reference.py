@@ -429,7 +429,7 @@ def _locate(ids: Tensor, seq_lens: Tensor, page_table: Tensor | None, T: int, S:
     return live, torch.where(valid, slot, 0)
 
 
-def merge(o: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
+def merge(o: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor, early: bool = False) -> None:
     """Online softmax over partials, in the order of the axis."""
     B, H, N, G, D = o.shape
     top = lse.amax(2) if N else lse.new_full((B, H, G), -INF)
@@ -467,7 +467,14 @@ def attend_missed(
 
 
 def merge_repaired(
-    position: Tensor, o: Tensor, lse: Tensor, fresh_o: Tensor, fresh_lse: Tensor, out: Tensor, out_lse: Tensor
+    position: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    fresh_o: Tensor,
+    fresh_lse: Tensor,
+    out: Tensor,
+    out_lse: Tensor,
+    early: bool = False,
 ) -> None:
     """Merge over A: looked up where there is a position, else fresh."""
     if o.shape[2]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """InfLLM-v2's block scores in two launches: the normaliser in parts, then group sums and the maximum a block."""
 
+import math
+
 import cutlass
 import cutlass.cute as cute
 import torch
@@ -426,7 +428,9 @@ def infllm_scores(
         raise NotImplementedError(
             f"infllm_scores: no CUDA kernel for {per_block + reach} windows a block, at most {SCORE_TILE}"
         )
-    if scores.numel():
+    if not W1:  # nothing to read, and every block's maximum is one of nothing
+        scores.fill_(-math.inf)
+    elif scores.numel():
         wanted = max(1, -(-(W1 if exact else k2.shape[2]) // NORM_TILE))
         parts = q.new_empty(B, H, min(wanted, 128), 2, HEADS, dtype=torch.float32)
         params = {"dtype": templates.name(q.dtype), "head_dim": D, "group": group}

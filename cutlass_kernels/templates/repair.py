@@ -268,10 +268,10 @@ def attend_missed(q, k, v, ids, position, seq_lens, scale, page_table, o, lse):
     attend.launch(q, k, v, ids, position, seq_lens, page_table, o, lse, attend.MISSED, scale, "attend_missed")
 
 
-def merge_repaired(position, o, lse, fresh_o, fresh_lse, out, out_lse):
+def merge_repaired(position, o, lse, fresh_o, fresh_lse, out, out_lse, early):
     """The op."""
     position = position if position.numel() else None
-    merge.launch(o, lse, (fresh_o, fresh_lse), position, 0, out, out_lse, "merge_repaired")
+    merge.launch(o, lse, (fresh_o, fresh_lse), position, 0, out, out_lse, early, "merge_repaired")
 
 
 def repair(q, k, v, ids, position, o, lse, seq_lens, scale, page_table, out, out_lse):
@@ -282,12 +282,12 @@ def repair(q, k, v, ids, position, o, lse, seq_lens, scale, page_table, out, out
         ids = position = ids[:, :, :0]
     if ids.numel() == 0:
         nothing = o.new_empty(B, H, 0, G, D), lse.new_empty(B, H, 0, G)
-        merge_repaired(ids, o, lse, *nothing, out, out_lse)
+        merge_repaired(ids, o, lse, *nothing, out, out_lse, True)
         return
     if parts > max(Repair.CAPACITIES) or T > Repair.TILE or out.dtype != q.dtype:
         fresh = _fresh(q, ids)
         attend_missed(q, k, v, ids, position, seq_lens, scale, page_table, *fresh)
-        merge_repaired(position, o, lse, *fresh, out, out_lse)
+        merge_repaired(position, o, lse, *fresh, out, out_lse, True)
         return
     shape = attend.shape_of("repair", q, k, v, ids, position, seq_lens, page_table, o, lse, Repair.SERVES)
     templates.contiguous("repair", out=out, out_lse=out_lse)
@@ -301,4 +301,4 @@ def repair_union(q, k, v, missed, o, lse, seq_lens, scale, page_table, out, out_
     fresh = _fresh(q, missed)
     attend.launch(q, k, v, missed, missed, seq_lens, page_table, *fresh, attend.FRESH, scale, "repair_union")
     state = o.view(B, H, 1, -1, q.shape[2]), lse.view(B, H, 1, -1)
-    merge.launch(*state, fresh, None, 1, out, out_lse, "repair_union")
+    merge.launch(*state, fresh, None, 1, out, out_lse, True, "repair_union")

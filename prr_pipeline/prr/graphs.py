@@ -197,6 +197,7 @@ class GraphRunner:
 
     def place(self, length: int) -> None:
         """Point the next step at a position, the first of them after a prompt."""
+        join(self.phase.learn)  # an interrupted step may have left work there
         self.cache.set_length(length)
         self.position.fill_(length)
         self.count.zero_()

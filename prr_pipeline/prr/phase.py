@@ -205,7 +205,7 @@ class AttentionPhase:
 
     def attend_chosen(self, at: LayerCache, q: Tensor, chosen: ck.Selection, scale: float) -> Tensor:
         """Attention over A, selected against an empty P: all of it was missed."""
-        return ck.merge(*self._attend_missed(at, q, chosen, scale), _fresh(q))[0]
+        return ck.merge(*self._attend_missed(at, q, chosen, scale), _fresh(q), early=True)[0]
 
     def mend(
         self, plan: Plan, at: LayerCache, q: Tensor, chosen: ck.Selection, ready: Partials, scale: float
@@ -219,7 +219,7 @@ class AttentionPhase:
             return ck.repair(q, at.k, at.v, chosen, *ready, lens, scale, out=_fresh(q))[0]
         kept = all_or_nothing(chosen) if plan.all_or_nothing else chosen
         missed = self._attend_missed(at, q, kept, scale)
-        return ck.merge_repaired(kept, *ready, *missed, _fresh(q))[0]
+        return ck.merge_repaired(kept, *ready, *missed, _fresh(q), early=True)[0]
 
     def _attend_missed(self, at: LayerCache, q: Tensor, chosen: ck.Selection, scale: float) -> Partials:
         room = self._buffers("missed", *chosen.ids.shape, self.group)
@@ -268,7 +268,7 @@ class _Dense:
             half = self._buffers[1]
             ck.merge(o.view(B, H * n, self.first, G, D), lse.view(B, H * n, self.first, G), half)
             o, lse = (x.view(B, H, n, G, *x.shape[2:]) for x in half)
-        return ck.merge(o, lse, _fresh(q))[0]
+        return ck.merge(o, lse, _fresh(q), early=True)[0]
 
     def _allocate(self) -> None:
         B, H, parts, G, D = self.shape

@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 
 def run(job: Job, folder: StageFolder, run: Any) -> None:
     """Measure, fit, and write profile.json."""
-    with threads(job.runtime.step_threads):
+    # a model compiled under another number of threads would be compiled again for decode, which is nothing to a GPU
+    with threads(job.runtime.step_threads if job.device == "cpu" else None):
         _profile(job, folder, run)
 
 

@@ -173,6 +173,8 @@ def test_merge_against_float64(N, dtype):
     assert distance(out[0], wanted) < {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
     check_lse(out[1], full)
     assert bool((out[0][1, -G:] == 0).all()) and bool((out[1][1, -G:] == -INF).all())
+    early = ck.merge(o, lse, (torch.full_like(out[0], float("nan")), torch.empty_like(out[1])), early=True)
+    assert torch.equal(early[0], out[0]) and torch.equal(early[1], out[1])
 
 
 def test_empty_parts_change_no_bit():

@@ -187,6 +187,13 @@ def test_infllm_scores_of_more_rows_than_the_device_holds_tiles_of(G, D):
         check_infllm(got, want)
 
 
+def test_infllm_scores_without_a_window():
+    """A cache too short for one: nothing is read."""
+    q, k1, k2, seq = infllm_problem(1, 2, 4, 64, (30,), 0, torch.bfloat16)
+    got = infllm_scores(q, k1, k2, seq, 0.125, 64, 32, 16, 128, 64, out=torch.full((1, 2, 1), NAN, device=DEV))
+    assert bool((got == -torch.inf).all())
+
+
 def test_infllm_scores_replayed_longer():
     q, k1, k2, seq = infllm_problem(2, 2, 4, 128, (8192, 8192), 8192, torch.bfloat16)
     k1.nan_to_num_(0.5)

@@ -24,7 +24,7 @@ build(select.Select, **shape_of(8192), vector=True)
 build(attend.Attend, **block)
 build(speculate.Speculate, **block, per_thread=16, vector=True)
 build(repair.Repair, **block, capacity=64)
-build(merge.Merge, **half, group=4)
+build(merge.Merge, **half, group=4, early=True)
 build(predict.Predict, **shape_of(2048), vector=True)
 build(linear.Linear, dtype="bfloat16", k=1024, rows=1, split=1, bias=False)
 build(norm.Norm, dtype="bfloat16", k=4096, adds=True)
@@ -72,6 +72,13 @@ def test_beside_a_selection_attention_starts_at_once_and_the_selection_waits(ker
     ptx = kernels["Speculate"]
     marks = sorted((at, what) for what in (WAIT, START) for at in places(ptx, what))
     assert [what for _, what in marks] == [WAIT, START, START, WAIT]
+
+
+def test_an_early_merge_lets_the_next_one_start_before_it_reads_partials(kernels):
+    ptx = kernels["Merge"]
+    wait, start = (places(ptx, what)[0] for what in (WAIT, START))
+    behind = [at for at in places(ptx, r"ld\.global") if at > wait]
+    assert behind and start < behind[0]
 
 
 def test_a_norm_asks_for_its_weight_in_front_of_the_wait_and_for_its_rows_behind_it_past_the_l1(kernels):

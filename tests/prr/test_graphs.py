@@ -6,6 +6,7 @@ against each other: every exact mode yields the bits of serial.
 """
 
 import hashlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from test_engine import KINDS, LAYERS, METHODS, QUEST, THETA, build, prompt, tiny
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
 
 import cutlass_kernels as ck
 from prr_pipeline.dsa.base import SparseMethod
@@ -380,6 +383,22 @@ def test_a_budget_of_nothing_is_serial_on_a_gpu_too() -> None:
     graphs = engine(on_gpu("llama"), GPU_METHODS["quest"], GraphOptions(8, compiled=False))
     wanted = run(graphs, "serial", tokens=700)
     assert told(run(graphs, "prr", tokens=700, budget=Off())) == told(wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_of_the_compiler_wait_before_they_write(kind: str) -> None:
+    """They start while others run: one that stored first could overwrite what those still read."""
+    graphs = engine(on_gpu(kind), GPU_METHODS["quest"], GraphOptions(8))
+    with inductor_config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(run, graphs, "serial", tokens=300)
+    kernels = [k for code in codes for k in re.findall(r"async_compile\.triton\('\w+', \'\'\'(.*?)\'\'\'", code, re.S)]
+    starting = [k for k in kernels if re.search(r"launch_pdl\W+True", k)]
+    assert starting
+    for kernel in starting:
+        for branch in re.split(r"\n    (?:el)?if pid", kernel):  # of kernels that are several
+            before, *stores = branch.split("tl.store(")
+            assert not stores or "gdc_wait" in before, kernel
 
 
 @pytest.mark.gpu

@@ -3,14 +3,16 @@
 
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from jobs import TINY, Runner, results, samples, without_times
 
 from prr_pipeline.prr.graphs import GraphEngine, GraphOptions, GraphRunner
 from prr_pipeline.prr.phase import AttentionPhase, Plan
-from prr_pipeline.stages import profile_gpu
+from prr_pipeline.stages import profile, profile_gpu
 from prr_pipeline.stages.job import Job
 
 HOW = GraphOptions(burst=5, compiled=False, captured=False, linears=False)
@@ -102,3 +104,17 @@ def test_a_profile_times_whole_steps_of_each_delta(
     job.method.dense_len = 1000  # the first length at which it selects is the last of the profile's steps
     profile_gpu._steps(job, 1000, rows)
     assert seen and job.method.selects(job.method.dense_layers, 1000) and not job.method.selects(1, 999)
+
+
+@pytest.mark.parametrize(("device", "wanted"), [("cpu", 1), ("cuda", 2)])
+def test_a_gpu_is_profiled_under_the_threads_that_decode_will_have(device, wanted, monkeypatch) -> None:
+    """Another number of them, and a compiled model is compiled again."""
+    seen = []
+    monkeypatch.setattr(profile, "_profile", lambda *_: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        profile.run(SimpleNamespace(device=device, runtime=SimpleNamespace(step_threads=1)), None, None)
+        assert seen == [wanted] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
