@@ -4,12 +4,12 @@ r"""The attention phase of a decode step on a device: one call a layer.
     append
     score
     speculate: select A, and beside it partials = attend(P); serial: select
-    repair: merge(A: partials of A n P, and of A \ P computed now)
     P of the next step, on a stream of its own, which the end of the step joins
+    repair: merge(A: partials of A n P, and of A \ P computed now)
 
-All but the last is one stream. Attention over P on a stream of its own would cost a join, a microsecond even if nothing
-is left to wait for; and a kernel that polls for another stream instead is not safe: a GPU that several processes share
-lets it run out its time slice, and starts nothing else meanwhile.
+All but the prediction is one stream. Attention over P on a stream of its own would cost a join, a microsecond even if
+nothing is left to wait for; and a kernel that polls for another stream instead is not safe: a GPU that several
+processes share lets it run out its time slice, and starts nothing else meanwhile.
 
 Nothing is allocated that another stream touches, and nothing asks the device: the phase can be captured into a CUDA
 graph and replayed with other contents. On a CPU the same calls run one after the other.
@@ -160,15 +160,12 @@ class AttentionPhase:
         return self.sparse(plan, layer, at, q, scale)
 
     def sparse(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
-        """Select, attend and learn, after the step's token was appended. q: [B, Hq, D] -> [B, Hq, D], allocated."""
+        """Select, learn and attend, after the step's token was appended. q: [B, Hq, D] -> [B, Hq, D], allocated."""
         if plan.width:
-            out = self.speculative(plan, layer, at, q, scale)
-        else:
-            out = self.attend_chosen(at, q, self.choose(layer, at, q, scale), scale)
-        if plan.learns:
-            with forked(self.learn):
-                self.update(layer, self.scores[layer], self.cache.seq_lens, plan.width)
-        return out
+            return self.speculative(plan, layer, at, q, scale)
+        chosen = self.choose(layer, at, q, scale)
+        self.predict(plan, layer)
+        return self.attend_chosen(at, q, chosen, scale)
 
     def speculative(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
         """Attention over P beside the top-K, and repair."""
@@ -178,7 +175,17 @@ class AttentionPhase:
         chosen, partials = ck.speculate(
             q, at.k, at.v, ids, scores, lens, scale, self.selection(layer), room, m.sink, m.local
         )
+        self.predict(plan, layer)
         return self.mend(plan, at, q, chosen, self._ready(plan, partials, q), scale)
+
+    def predict(self, plan: Plan, layer: int) -> None:
+        """P of the next step, if the plan learns: beside the repair, which leaves room on the device.
+
+        Later it would be beside the next linear layer, which is as slow as the SM that it must share.
+        """
+        if plan.learns:
+            with forked(self.learn):
+                self.update(layer, self.scores[layer], self.cache.seq_lens, plan.width)
 
     def score(self, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
         """The scores of a layer's blocks, [B, H_kv, N]."""
