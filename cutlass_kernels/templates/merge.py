@@ -162,6 +162,6 @@ def launch(o, lse, fresh, position, lead, out, out_lse, early, op="merge"):
     kernel(o, lse, *fresh, position, looked_up, lead, out, out_lse)
 
 
-def merge(o, lse, out, out_lse, early):
+def merge(o, lse, out, out_lse, early=False):
     """The op."""
     launch(o, lse, (o, lse), None, 0, out, out_lse, early)

@@ -268,7 +268,7 @@ def attend_missed(q, k, v, ids, position, seq_lens, scale, page_table, o, lse):
     attend.launch(q, k, v, ids, position, seq_lens, page_table, o, lse, attend.MISSED, scale, "attend_missed")
 
 
-def merge_repaired(position, o, lse, fresh_o, fresh_lse, out, out_lse, early):
+def merge_repaired(position, o, lse, fresh_o, fresh_lse, out, out_lse, early=False):
     """The op."""
     position = position if position.numel() else None
     merge.launch(o, lse, (fresh_o, fresh_lse), position, 0, out, out_lse, early, "merge_repaired")
