@@ -2,6 +2,7 @@
 """Every template compiles for sm_90a without a GPU, and compiled kernels are kept, checked and shared on disk."""
 
 import fcntl
+import inspect
 import json
 import logging
 import subprocess
@@ -13,7 +14,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
-from cutlass_kernels import OPS, cuda, templates
+from cutlass_kernels import OPS, cuda, reference, templates
 from cutlass_kernels import compile as kc
 from cutlass_kernels.templates.append import Append, AppendInfLLM
 from cutlass_kernels.templates.attend import Attend
@@ -100,6 +101,16 @@ def test_a_cta_of_repair_has_room(group, head_dim, capacity):
     tiles = r.slots * 64 * (head_dim + r.cols) * 2
     parts = capacity * (r.heads * (r.cols + 1) * 4 + 16) + 2900
     assert tiles + parts < (180 if capacity == 64 else 227) * 1024 and (6 if capacity == 64 else 3) <= r.slots <= 8
+
+
+@pytest.mark.parametrize("op", sorted(cuda.ROUTES))
+def test_the_kernels_of_an_op_take_its_arguments_and_their_defaults(op):
+    """torch leaves out an argument that has its default."""
+    taken, wanted = (
+        [(p.name, p.default) for p in inspect.signature(f).parameters.values()]
+        for f in (cuda._load(op), getattr(reference, op))
+    )
+    assert taken == wanted
 
 
 def test_repair_is_compiled_again_when_the_shared_arithmetic_changes():
