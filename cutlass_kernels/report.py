@@ -6,6 +6,7 @@ python -m cutlass_kernels.report runs/published/h200/kernels.json README.md
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,7 @@ def table(data: dict[str, Any]) -> str:
         *(p[:-3] + " us" for p in peers),
     ]
     lines = [
-        f"{data['gpu']}, driver {data['driver']}, torch {data['torch']}, CuTe DSL {data['cutlass']}, commit "
-        f"{data['commit'][:12]}, {data['date']}: `{data['command']}`",
+        f"{origin(data)}: `{data['command']}`",
         "",
         "| " + " | ".join(head) + " |",
         "|" + " --- |" * 3 + " ---: |" * (len(head) - 3),
@@ -38,6 +38,13 @@ def table(data: dict[str, Any]) -> str:
         times = [_us(r.get(k)) for k in ("us", "floor_us", *peers)]
         lines.append("| " + " | ".join([r["op"], *_shape(r), *times]) + " |")
     return "\n".join(lines)
+
+
+def origin(data: dict[str, Any]) -> str:
+    """Where, with what and when a file was measured; of its commits the first 12 digits."""
+    commit = re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", data["commit"])
+    made_with = f"driver {data['driver']}, torch {data['torch']}, CuTe DSL {data['cutlass']}"
+    return f"{data['gpu']}, {made_with}, commit {commit}, {data['date']}"
 
 
 def _shape(r: dict[str, Any]) -> list[str]:

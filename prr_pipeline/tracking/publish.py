@@ -96,11 +96,7 @@ def table(data: Row) -> str:
     from cutlass_kernels import report
 
     head = ["model x method", "context", "A", *_COLUMNS, "floor", "delta", "hit %", "hidden"]
-    lines = [
-        f"{data['gpu']}, driver {data['driver']}, torch {data['torch']}, CuTe DSL {data['cutlass']}, commit "
-        f"{data['commit'][:12]}, {data['date']}: ms a token",
-        "",
-    ]
+    lines = [f"{report.origin(data)}: ms a token", ""]
     body = []
     jobs: list[tuple[tuple[Any, ...], dict[str, Row]]] = []
     for r in data["rows"]:
