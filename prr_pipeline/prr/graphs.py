@@ -117,7 +117,8 @@ class GraphRunner:
         phase, plan, book = self.phase, self.plan, self.log
         self.cache.seq_lens.add_(1)
         if plan.sparse:
-            self.ahead_log(plan.width).index_copy_(0, book.slot, phase.ahead(plan.width)[None])
+            with forked(phase.learn):  # which writes the next P there, after this
+                self.ahead_log(plan.width).index_copy_(0, book.slot, phase.ahead(plan.width)[None])
         if self.feed is not None:
             self.fed = [x.index_select(1, self.count)[:, 0] for x in self.feed[:3]]
         logits = self.model(self.token, self.position)
