@@ -82,8 +82,7 @@ def layer_figure(profile: Record) -> Figure | None:
 def latency_figure(profile: Record) -> Figure | None:
     """Draw selection, and speculative attention by delta, against context; star the safe deltas.
 
-    The safe delta is the largest whose attention fits into the selection; one that is off the
-    measured grid is placed between its neighbours.
+    The safe delta is what the budget policy found; one that is off the measured grid is placed between its neighbours.
     """
     rows = profile["rows"]
     if not values(rows, "attend_us"):
@@ -91,7 +90,7 @@ def latency_figure(profile: Record) -> Figure | None:
     contexts = sorted({row["context"] for row in rows})
     deltas = sorted({row["delta"] for row in rows})
     subtitle = f"{profile['model']} x {profile['dsa']}, {profile['device']}"
-    subtitle += f", {len(contexts)} contexts x {len(deltas)} deltas"
+    subtitle += f", {len(contexts)} context{'s' * (len(contexts) != 1)} x {len(deltas)} delta{'s' * (len(deltas) != 1)}"
     figure, (axes,) = new_figure("What can be attended while the selection runs", subtitle)
     for index, delta in reversed(list(enumerate(deltas))):
         own = [row for row in rows if row["delta"] == delta]

@@ -266,6 +266,8 @@ def test_latency_marks_the_safe_deltas():
     assert [text.get_text() for text in axes.texts] == ["1.5", "2"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["4K", "8K", "16K"]
     assert heading(figure)[1] == "tiny x quest, gpu, 3 contexts x 2 deltas"
+    first = [row for row in profile["rows"] if (row["context"], row["delta"]) == (8192, 2.0)]
+    assert heading(profile_plots.latency_figure(profile | {"rows": first}))[1].endswith("1 context x 1 delta")
 
 
 def test_savers_write_png_files_of_a_legible_size(steps, tmp_path):
