@@ -38,6 +38,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--replays", type=int, default=25, help="graph replays a time is the median of (default 25)")
     p.add_argument("--refcheck", action="store_true", help="compare with the reference before timing")
     p.add_argument("--out", type=Path, help="write the rows there as JSON (default: print only)")
+    p.add_argument("--keep", action="store_true", help="leave the rows of --out that this run does not measure in it")
     p.add_argument("--commit", help="recorded in the file (default: what git says)")
     p.add_argument("--list", action="store_true", help="list the shapes and stop; needs no GPU")
     return p.parse_args(args)
@@ -157,6 +158,22 @@ def measure_peers(case: "Case", args: argparse.Namespace, missing: set[str]) -> 
     return found
 
 
+def joined(head: dict, before: dict) -> dict:
+    """An envelope with the rows of one before it that it has no new ones of; those say the commit that they are of."""
+
+    def case(row: dict) -> dict:
+        return {k: v for k, v in row.items() if k != "commit" and not k.endswith("us")}
+
+    rows = list(head["rows"])
+    found = []
+    for old in before["rows"]:
+        new = next((row for row in rows if case(row) == case(old)), None)
+        if new is not None:
+            rows.remove(new)
+        found.append({"commit": before["commit"], **old} if new is None else new)
+    return {**head, "command": f"{before['command']}; {head['command']}", "rows": found + rows}
+
+
 def write(path: Path, head: dict) -> None:
     """An envelope, atomically, so that an interrupted run leaves the last complete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,6 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         log.error("no CUDA device: the benchmark times GPU kernels; --list shows what it would time")
         return 2
+    before = json.loads(args.out.read_text()) if args.keep and args.out and args.out.exists() else None
     done: list[tuple[bench_cases.Case, dict]] = []
     failed = 0
     for case in chosen:
@@ -192,14 +210,14 @@ def main(argv: list[str] | None = None) -> int:
             log.error("%s: %s", _words(case.row()), error)
             continue
         log.info("%s", _words(done[-1][1]))
-        _keep(args, done)
+        _save(args, done, before)
     missing: set[str] = set()
     for case, row in done:  # after our own rows: a peer may compile for minutes
         found = measure_peers(case, args, missing)
         if found:
             row.update(found)
             log.info("%s", _words(row))
-            _keep(args, done)
+            _save(args, done, before)
     return 1 if failed else 0
 
 
@@ -214,9 +232,10 @@ def _words(row: dict) -> str:
     return " ".join(f"{k}={v}" for k, v in row.items())
 
 
-def _keep(args: argparse.Namespace, done: list) -> None:
+def _save(args: argparse.Namespace, done: list, before: dict | None) -> None:
     if args.out:
-        write(args.out, envelope([row for _, row in done], args.commit))
+        head = envelope([row for _, row in done], args.commit)
+        write(args.out, joined(head, before) if before else head)
 
 
 if __name__ == "__main__":

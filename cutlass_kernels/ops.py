@@ -10,6 +10,7 @@ Shapes: B sequences, Hq query heads, H_kv KV heads, G = Hq / H_kv, D head size, 
 capacity, K, P listed blocks. Integers are int32, scores and partials float32.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -683,6 +684,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     d = Dims("linear")
     d("x", x, "M K", *FLOATS)
+    check_positive(d.op, K=x.shape[-1])
     d("weight", weight, "N K", x.dtype)
     d("bias", bias, "N", x.dtype)
     return torch.ops.prr.linear(x, weight, bias)
@@ -699,7 +701,11 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
     return torch.empty_like(x), torch.empty_like(x)
 
 
-def _check_norm(d: Dims, x: Tensor, weight: Tensor, residual: Tensor | None = None, name: str = "weight") -> None:
+def _check_norm(
+    d: Dims, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, name: str = "weight"
+) -> None:
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"{d.op}: eps {eps}, expected a finite number of at least 0")
     axes = " ".join((*(f"M{i}" for i in range(x.dim() - 1)), "K"))
     d("x", x, axes, *FLOATS)
     d("residual", residual, axes, x.dtype)
@@ -717,12 +723,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Args:
         x: [..., K].
         weight: [K] of x's dtype.
-        eps: added to the mean.
+        eps: added to the mean, at least 0.
 
     Returns:
         [..., K] of x's dtype.
     """
-    _check_norm(Dims("rms_norm"), x, weight)
+    _check_norm(Dims("rms_norm"), x, weight, eps)
     return torch.ops.prr.rms_norm(x, weight, eps)
 
 
@@ -736,7 +742,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Returns:
         the norm and the sum, both [..., K] of x's dtype.
     """
-    _check_norm(Dims("add_rms_norm"), x, weight, residual)
+    _check_norm(Dims("add_rms_norm"), x, weight, eps, residual)
     return torch.ops.prr.add_rms_norm(x, residual, weight, eps)
 
 
@@ -768,7 +774,8 @@ def add_norm_linear(
         the linear layer of the norm, [..., N], and the sum, [..., K], both of x's dtype.
     """
     d = Dims("add_norm_linear")
-    _check_norm(d, x, norm_weight, residual, "norm_weight")
+    _check_norm(d, x, norm_weight, eps, residual, "norm_weight")
+    check_positive(d.op, K=x.shape[-1])
     d("weight", weight, "N K", x.dtype)
     d("bias", bias, "N", x.dtype)
     return torch.ops.prr.add_norm_linear(x, residual, norm_weight, eps, weight, bias)

@@ -6,7 +6,6 @@ python -m cutlass_kernels.report runs/published/h200/kernels.json README.md
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ def table(data: dict[str, Any]) -> str:
         *(p[:-3] + " us" for p in peers),
     ]
     lines = [
-        f"{origin(data)}: `{data['command']}`",
+        f"{origin(data)}: `{data['command']}`{_others(rows)}",
         "",
         "| " + " | ".join(head) + " |",
         "|" + " --- |" * 3 + " ---: |" * (len(head) - 3),
@@ -41,10 +40,18 @@ def table(data: dict[str, Any]) -> str:
 
 
 def origin(data: dict[str, Any]) -> str:
-    """Where, with what and when a file was measured; of its commits the first 12 digits."""
-    commit = re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", data["commit"])
+    """Where, with what and when a file was measured."""
     made_with = f"driver {data['driver']}, torch {data['torch']}, CuTe DSL {data['cutlass']}"
-    return f"{data['gpu']}, {made_with}, commit {commit}, {data['date']}"
+    return f"{data['gpu']}, {made_with}, commit {data['commit'][:12]}, {data['date']}"
+
+
+def _others(rows: list[dict[str, Any]]) -> str:
+    """Which rows are of another commit than the file."""
+    of: dict[str, list[str]] = {}
+    for row in rows:
+        ops = of.setdefault(row.get("commit", ""), [])
+        ops += [row["op"]] * (row["op"] not in ops)
+    return "".join(f"; of commit {commit[:12]}: {', '.join(ops)}" for commit, ops in of.items() if commit)
 
 
 def _shape(r: dict[str, Any]) -> list[str]:

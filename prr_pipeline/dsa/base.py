@@ -45,6 +45,11 @@ class SparseMethod(ABC):
         ):
             if getattr(self, key) < low:
                 raise ConfigError(f"dsa.{key} = {getattr(self, key)}, expected at least {low}")
+        if type(self).selects is not SparseMethod.selects:
+            raise ConfigError(
+                f"{type(self).__name__} has a `selects` of its own; a step selects in all layers behind the first "
+                "dense_layers, or in none (dense_len): set those"
+            )
         if self.sink + self.local > self.top_k:
             raise ConfigError(
                 f"dsa.top_k = {self.top_k} blocks cannot hold dsa.sink = {self.sink} and dsa.local = {self.local} "

@@ -17,6 +17,12 @@ import cutlass_kernels as ck
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # called in this order, with one input
 
 
+def one_row(x: Tensor, weight: Tensor) -> bool:
+    """Whether x is one row that our ops take with that weight [.., K]: K long, of its dtype, and without a gradient."""
+    graded = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return x.dim() > 0 and x.numel() == x.shape[-1] == weight.shape[-1] and x.dtype == weight.dtype and not graded
+
+
 class RowLinear(nn.Linear):
     """nn.Linear with another forward; an instance becomes one by its class, so that weights and hooks stay in place."""
 
@@ -25,7 +31,7 @@ class RowLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
-        if input.numel() != self.in_features:
+        if not one_row(input, self.weight):
             return super().forward(input)
         row = self.joint.part(self.place, input) if self.joint is not None else None
         if row is None:

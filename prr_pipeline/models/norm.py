@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 import cutlass_kernels as ck
 from cutlass_kernels import reference
+from prr_pipeline.models.linear import one_row
 
 aten = torch.ops.aten
 # Of as many elements as their input has, they leave those in their order.
@@ -27,11 +28,11 @@ class RowNorm(nn.Module):
 
     weight: Tensor
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., K] -> [..., K]."""
-        if x.numel() != self.weight.numel():
-            return super().forward(x)
-        return ck.rms_norm(x, self.weight, _epsilon(self))
+        if not one_row(hidden_states, self.weight):
+            return super().forward(hidden_states)
+        return ck.rms_norm(hidden_states, self.weight, _epsilon(self))
 
 
 @cache
@@ -78,11 +79,15 @@ def _rounds_alike(module: nn.Module) -> bool:
     """Whether a row of noise gets the reference's bits, but for a rounding here and there: a sum may have any order."""
     weight: Any = module.weight
     row = torch.randn(1, 1, weight.numel(), generator=torch.Generator().manual_seed(0)).to(weight)
+    noise = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight) + 0.5
     try:
+        module.weight = nn.Parameter(noise, requires_grad=False)  # ones would hide a use of it that is another
         found = module.forward(row)
-    except TypeError:  # it takes more than a row
+    except Exception:  # it takes more than a row
         return False
-    wanted = reference.rms_norm(row, weight, _epsilon(module))
+    finally:
+        module.weight = weight
+    wanted = reference.rms_norm(row, noise, _epsilon(module))
     if not isinstance(found, Tensor) or (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
         return False
     near = torch.isclose(found, wanted, rtol=2 * torch.finfo(weight.dtype).eps, atol=0.0)
@@ -139,12 +144,15 @@ def fuse_linears(graph: fx.Graph) -> None:
     for linear in graph.find_nodes(op="call_function", target=torch.ops.prr.linear.default):
         row, *weights = linear.args
         norm = _norm_of(row)
+        shape = list(linear.meta["val"].shape)
         if norm is None or any(norm < x for x in weights if isinstance(x, fx.Node)):
+            continue
+        if not all(isinstance(n, int) for n in shape):  # symbolic
             continue
         with graph.inserting_before(norm):
             both = graph.call_function(torch.ops.prr.add_norm_linear.default, (*norm.args, *weights))
             y, total = (graph.call_function(operator.getitem, (both, i)) for i in range(2))
-            flat = graph.call_function(aten.reshape.default, (y, list(linear.meta["val"].shape)))
+            flat = graph.call_function(aten.reshape.default, (y, shape))
         _describe(both)
         y.meta["val"], total.meta["val"] = both.meta["val"]
         flat.meta["val"] = linear.meta["val"]

@@ -291,7 +291,8 @@ class Decoder:
         shape = (1, engine.kv_heads, cache.num_blocks)
         self.scores = torch.empty(shape, dtype=torch.float32, device=engine.device)
         self.all_blocks = torch.arange(cache.num_blocks, dtype=torch.int32, device=engine.device).expand(shape)
-        width = self._width(cache.length + 1)
+        self.first = cache.length + 1  # tokens at the first step
+        width = self._width(self.first)
         with threads(engine.step_threads):
             for layer, window in start.windows.items():
                 theta = thetas[layer] if mode.calibrated and mode.budget.active else LAST_SCORES
@@ -356,6 +357,9 @@ class Decoder:
 
     def _sparse(self, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
         lens, method, state = self.cache.seq_lens, self.method, self.states[layer]
+        learns = self.mode.budget.active and self.mode.learns
+        if learns and layer not in self.last_ids and self.cache.length > self.first:  # steps were dense before: no news
+            state.update(torch.full_like(self.scores, float("nan")), lens - 1, self._width(self.cache.length))
         predicted = state.ids
         speculates = predicted.shape[2] > 0
         if speculates:  # what runs beside the selection on a GPU
@@ -384,6 +388,6 @@ class Decoder:
             self.layer_stats[layer] = LayerStats.of(chosen, predicted, self.last_ids.get(layer), lens, method)
             self.last_ids[layer] = chosen.ids
         with self.clock("predict"):
-            if self.mode.budget.active and self.mode.learns:
+            if learns:
                 state.update(self.scores, lens, self._width(self.cache.length + 1))
         return out

@@ -157,6 +157,7 @@ class GraphRunner:
     # ------------------------------------------------------------------------------------------ bursts
     def prepare(self, start: Prefilled, sampler: Sampler, limit: int, plans: list[Plan]) -> None:
         """Buffers and the graphs of all plans, before a first burst; the cache must be rewound after it."""
+        join(self.phase.learn)  # an interrupted step may have left work there
         self.temperature, self.top_p = sampler.temperature, sampler.top_p
         self._take_feed(start.feed)
         if self.uniforms.numel() < limit:
@@ -198,7 +199,6 @@ class GraphRunner:
 
     def place(self, length: int) -> None:
         """Point the next step at a position, the first of them after a prompt."""
-        join(self.phase.learn)  # an interrupted step may have left work there
         self.cache.set_length(length)
         self.position.fill_(length)
         self.count.zero_()

@@ -25,7 +25,14 @@ from prr_pipeline.tracking.report import load_finished
 
 Row = dict[str, Any]
 _KEYS = ("model", "weights", "device", "dsa", "benchmark", "queries", "task", "mode", "repair", "delta", "n", "score")
-_MEANS = ("hit_rate_dynamic", "overlap_last", "missed_per_step", "wasted_per_step", "tokens_equal_serial")
+_MEANS = (
+    "hit_rate_dynamic",
+    "overlap_last",
+    "missed_per_step",
+    "wasted_per_step",
+    "tokens_equal_serial",
+    "logits_equal_serial",
+)
 
 
 def rows(jobs: Sequence[Row]) -> list[Row]:

@@ -88,6 +88,25 @@ def test_the_file_is_an_envelope_with_a_row_a_line(tmp_path):
     assert len(path.read_text().splitlines()) == 4 and list(path.parent.iterdir()) == [path]
 
 
+def test_a_run_can_leave_the_rows_of_others_in_the_file():
+    select, merge = ({"op": op, "block": 16, "us": 1.0, "torch_us": 2.0} for op in ("select", "merge"))
+    before = {
+        "commit": "old",
+        "command": "bench",
+        "rows": [select, {**merge, "commit": "older"}, {**select, "block": 64}],
+    }
+    new = [{**select, "us": 3.0}, {"op": "attend", "us": 4.0}]
+    found = bench.joined({"commit": "new", "command": "bench --keep", "date": "d", "rows": new}, before)
+    assert found["commit"] == "new" and found["command"] == "bench; bench --keep"
+    assert found["rows"] == [
+        {**select, "us": 3.0},
+        {**merge, "commit": "older"},
+        {**select, "block": 64, "commit": "old"},
+        {"op": "attend", "us": 4.0},
+    ]
+    assert len(new) == 2 and "commit" not in before["rows"][0]
+
+
 def test_comparisons_fail_when_they_should():
     a = torch.tensor([1.0, 2.0, -float("inf")])
     bench_cases.close(a, a.clone(), 1e-6, "x")

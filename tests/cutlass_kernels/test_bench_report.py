@@ -46,6 +46,11 @@ def test_a_linear_layer_is_its_weights():
     assert "| add_rms_norm | 4096 | - | - | - | 1.50 | - | 4.25 |" in text
 
 
+def test_rows_of_another_commit_are_named():
+    text = report.table(data(row(), row(op="merge", commit="d" * 40), row(op="merge", block=16, commit="d" * 40)))
+    assert f"commit {'c' * 12}, d: `x`; of commit {'d' * 12}: merge\n" in text
+
+
 def test_only_what_is_between_the_markers_changes():
     text = f"a\n{report.BEGIN}\nold\n{report.END}\nb\n"
     new = report.insert(text, "new")

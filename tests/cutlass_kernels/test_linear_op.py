@@ -40,6 +40,7 @@ def test_a_row_has_the_same_bits_beside_others_and_in_pieces(monkeypatch):
     [
         ({"x": draw(64)}, "linear: x has 1 axes (64,), expected [M, K]"),
         ({"weight": draw(16, 32)}, "linear: weight (16, 32) has K = 32, x has K = 64"),
+        ({"x": draw(1, 0), "weight": draw(16, 0)}, "linear: K 0, expected at least 1"),
         ({"bias": draw(15)}, "linear: bias (15,) has N = 15, weight has N = 16"),
         ({"weight": draw(16, 64).half()}, "linear: weight is float16, expected bfloat16"),
         ({"bias": draw(16).float()}, "linear: bias is float32, expected bfloat16"),

@@ -62,6 +62,7 @@ def test_no_row_and_rows_that_do_not_lie_in_order():
         ({"residual": draw(64)}, "residual has 1 axes (64,), expected [M0, K]"),
         ({"norm_weight": draw(32)}, "norm_weight (32,) has K = 32, x has K = 64"),
         ({"norm_weight": draw(64).half()}, "norm_weight is float16, expected bfloat16"),
+        ({"eps": -1.0}, "eps -1.0, expected a finite number of at least 0"),
         ({"weight": draw(16, 32)}, "weight (16, 32) has K = 32, x has K = 64"),
         ({"weight": draw(16, 64).half()}, "weight is float16, expected bfloat16"),
         ({"weight": draw(16, 64).to("meta")}, "weight is on meta, x on cpu"),

@@ -85,6 +85,12 @@ def test_the_doors(more, said):
     assert str(error.value) == f"add_rms_norm: {said}"
 
 
+@pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf")])
+def test_an_eps_that_norms_nothing_is_refused(eps):
+    with pytest.raises(ValueError, match=f"rms_norm: eps {eps}, expected a finite number of at least 0"):
+        ck.rms_norm(FITS["x"], FITS["weight"], eps)
+
+
 def test_torch_compile_sees_one_op():
     x, residual, w = draw(1, 2, 64), draw(1, 2, 64, seed=1), draw(64, seed=2)
 

@@ -93,6 +93,15 @@ def test_good_settings_pass(name: str) -> None:
     option(name, **SMALL).check()
 
 
+def test_a_method_that_selects_by_a_rule_of_its_own_is_refused() -> None:
+    class Other(Quest):
+        def selects(self, layer: int, tokens: int) -> bool:
+            return layer % 2 == 0
+
+    with pytest.raises(ConfigError, match="Other has a `selects` of its own"):
+        Other().check()
+
+
 def test_a_method_that_lacks_one_of_its_functions_cannot_be_built() -> None:
     class Half(Quest):
         rebuild = SparseMethod.rebuild

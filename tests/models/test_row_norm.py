@@ -85,6 +85,40 @@ def test_one_row_runs_the_op_and_more_do_not(anywhere, rows):
     assert torch.equal(m(one), before[0]) and len(rows) == 2
 
 
+def test_what_the_op_does_not_take_goes_through_the_module_s_own_forward(anywhere, rows):
+    """Other dtypes, other shapes, and rows that want a gradient; and the input may be given by its name."""
+    m = noisy(nn.ModuleList([LlamaRMSNorm(64)]))
+    row = torch.randn(1, 1, 64).bfloat16()
+    others = [row.float(), row.half(), row.view(64, 1), row.clone().requires_grad_()]
+    before = [m[0](x).detach() for x in others]
+    fast_norms(m)
+    for x, wanted in zip(others, before, strict=True):
+        assert torch.equal(m[0](x).detach(), wanted) and not rows
+    m[0](others[-1]).sum().backward()
+    assert others[-1].grad is not None
+    with torch.no_grad():
+        assert torch.equal(m[0](hidden_states=row), before[-1]) == torch.equal(row, others[-1].detach()) and rows
+
+
+def test_a_norm_is_asked_with_weights_of_noise_and_keeps_its_own(anywhere):
+    """All ones, as weights come, would hide that it multiplies before it rounds."""
+    m = nn.ModuleList([RoundedOnceRMSNorm(64), LlamaRMSNorm(64), Refusing(64)]).bfloat16()
+    weights = [x.weight for x in m]
+    fast_norms(m)
+    assert [isinstance(x, RowNorm) for x in m] == [False, True, False]
+    assert all(x.weight is w for x, w in zip(m, weights, strict=True))
+
+
+class Refusing(LlamaRMSNorm):
+    """Raises."""
+
+    def forward(self, hidden_states):
+        raise ValueError("not a row")
+
+
+Refusing.__name__ = "RefusingRMSNorm"
+
+
 class Louder(LlamaRMSNorm):
     """A forward of its own for what the op does not serve."""
 
@@ -379,3 +413,25 @@ def test_on_a_gpu_a_graph_of_the_compiled_step_sees_what_it_has_just_written():
     for one in undo:
         one()
     torch.testing.assert_close(y, m(x), atol=0.1, rtol=0.1)
+
+
+@torch.no_grad()
+def test_a_graph_of_symbolic_sizes_keeps_its_linear_layers(anywhere):
+    m = noisy(nn.Linear(16, 16))
+
+    def f(a, b):
+        y, total = torch.ops.prr.add_rms_norm(a, b, W, 1e-5)
+        return torch.ops.prr.linear(y, m.weight, m.bias), total
+
+    found = []
+
+    def compiler(module, _):
+        fuse_linears(module.graph)
+        found.append(counted(module.graph))
+        module.recompile()
+        return module.forward
+
+    traced = torch.compile(f, fullgraph=True, dynamic=True, backend=aot_autograd(fw_compiler=compiler))
+    a, b = draw(0, 3, 16), draw(1, 3, 16)
+    assert all(torch.equal(x, y) for x, y in zip(traced(a, b), f(a, b), strict=True))
+    assert found[0][LINEAR] == 1 and found[0][WHOLE] == 0

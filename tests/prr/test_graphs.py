@@ -178,6 +178,17 @@ def test_a_mode_that_does_not_learn_keeps_its_p(name: str) -> None:
     assert lost[0] > lost[1], "an old P misses more"
 
 
+@pytest.mark.parametrize("repair", ["exact", "union"])
+@pytest.mark.parametrize("delta", [0.0, 1.5])
+def test_the_first_selection_on_the_way_is_that_of_the_plain_decoder(repair: str, delta: float) -> None:
+    """Its P is of its own width and has its own forced blocks."""
+    plain, graphs = build(tiny("llama"), QUEST), engine(tiny("llama"), QUEST)
+    how = mode("prr", repair, Fixed(delta=delta))
+    start = plain.prefill(prompt(14), ROOM)
+    wanted = list(plain.decoder(start, how, THETAS).generate(Sampler(0, 1, 0, "x"), ROOM, set()))
+    assert told(run(graphs, "prr", tokens=14, repair=repair, budget=Fixed(delta=delta))) == told(wanted)
+
+
 def test_steps_that_begin_to_select_on_the_way() -> None:
     """Dense until the prompt and its answer have more blocks than top_k."""
     graphs = engine(tiny("llama"), QUEST)
