@@ -25,7 +25,7 @@ from torch import Tensor
 import cutlass_kernels as ck
 from prr_pipeline.models.cache import KVCache, LayerCache
 from prr_pipeline.prr.calibration import Window
-from prr_pipeline.prr.predictor import LAST_SCORES
+from prr_pipeline.prr.predictor import LAST_SCORES, learn_and_predict
 
 Stream = torch.cuda.Stream | None  # None on a CPU
 Partials = tuple[Tensor, Tensor]
@@ -142,18 +142,16 @@ class AttentionPhase:
 
     def update(self, layer: int, scores: Tensor, seq_lens: Tensor, width: int) -> None:
         """Learn from scores [B, H_kv, N]; write P of the next step."""
-        m, state = self.method, (self.level[layer], self.trend[layer], self.theta[layer])
-        sink, local = (m.sink, m.local) if width else (0, 0)
-        ck.predict(scores, *state, seq_lens, m.block_size, sink, local, self.ahead(width)[layer])
+        level, trend, theta = self.level[layer], self.trend[layer], self.theta[layer]
+        learn_and_predict(self.method, scores, level, trend, theta, seq_lens, self.ahead(width)[layer])
 
     def update_all(self, width: int) -> None:
         """Learn from the step's scores in all layers that select; write P of the next step."""
-        m, skip = self.method, self.method.dense_layers
+        skip = self.method.dense_layers
         self.lens.copy_(self.cache.seq_lens)  # of every layer
         rows = self.scores, self.level, self.trend, self.theta, self.ahead(width)
         scores, level, trend, theta, ids = (x[skip:].flatten(0, 1) for x in rows)
-        sink, local = (m.sink, m.local) if width else (0, 0)
-        ck.predict(scores, level, trend, theta, self.lens.view(-1), m.block_size, sink, local, ids)
+        learn_and_predict(self.method, scores, level, trend, theta, self.lens.view(-1), ids)
 
     def repredict(self, layers: list[int], width: int) -> None:
         """P of another width from what was learned: scores that are not finite change nothing."""

@@ -65,6 +65,14 @@ def _by_index(key: str, theta: list[float]) -> dict[str, list[float]]:
     return {f"{key}[{i}]": [x] for i, x in enumerate(theta)}
 
 
+def learn_and_predict(
+    method: SparseMethod, scores: Tensor, level: Tensor, trend: Tensor, theta: Tensor, seq_lens: Tensor, ids: Tensor
+) -> None:
+    """The op predict by the method's rule; a P without blocks, ids [B, H_kv, 0], has no forced ones either."""
+    sink, local = (method.sink, method.local) if ids.shape[2] else (0, 0)
+    ck.predict(scores, level, trend, theta, seq_lens, method.block_size, sink, local, ids)
+
+
 class PredictorState:
     """Level and trend of every block of one layer, and the prediction for the next step.
 
@@ -86,8 +94,6 @@ class PredictorState:
 
     def update(self, scores: Tensor, seq_lens: Tensor, width: int) -> None:
         """Learn from the scores of this step; `ids` becomes P of the next, [B, H_kv, width] int32."""
-        m = self.method
         if self.ids.shape[2] != width:
             self.ids = self._buffer(width)
-        sink, local = (m.sink, m.local) if width else (0, 0)
-        ck.predict(scores, self.level, self.trend, self.theta, seq_lens, m.block_size, sink, local, self.ids)
+        learn_and_predict(self.method, scores, self.level, self.trend, self.theta, seq_lens, self.ids)

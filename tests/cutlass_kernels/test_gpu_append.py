@@ -4,6 +4,7 @@
 import pytest
 import torch
 from attention_cases import needs_sm90
+from capture import captured
 
 import cutlass_kernels as ck
 from cutlass_kernels import reference
@@ -70,11 +71,7 @@ def test_a_sequence_grown_token_by_token_in_one_graph():
         ck.append_quest(new_k, new_v, gk, gv, kmin, kmax, lens)
         ck.append_infllm(new_k, new_v, gk, gv, k1, k2, lens)
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = captured(step)
     for n in range(tokens):
         new_k.copy_(keys[n])
         new_v.copy_(values[n])

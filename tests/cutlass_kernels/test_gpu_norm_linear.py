@@ -4,6 +4,7 @@
 import pytest
 import torch
 from attention_cases import needs_sm90
+from capture import captured
 
 import cutlass_kernels as ck
 from cutlass_kernels import reference
@@ -120,15 +121,11 @@ def test_a_chain_in_a_graph_is_the_eager_one(K, wide):
             y = ck.linear(wide_row, down)
         return y, total
 
-    chain()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain()
+    graph, written = captured(chain)
     for seed in range(50):
         x.copy_(draw(1, K, seed=seed))
         graph.replay()
-        got = [y.clone() for y in captured]
+        got = [y.clone() for y in written]
         torch.cuda.synchronize()
         assert same(got, chain()) and same(got, chain(fused=False))
         assert all(bool(y.isfinite().all()) for y in got)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import SHAPES, name, needs_sm90, problem, random_ids, selection
+from capture import captured
 
 import cutlass_kernels as ck
 
@@ -114,11 +115,7 @@ def test_layers_of_a_graph_that_share_their_buffers(T, halves):
                 ck.repair(q[i], p.k, p.v, s, o, lse, p.lens, p.scale, out=outs[i])
             ids[i] = s.ids
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = captured(step)
     gen = torch.Generator().manual_seed(T)
     hits = 0
     for turn in range(50):

@@ -4,6 +4,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from capture import captured
 from torch import nn
 
 from prr_pipeline.models import linear
@@ -153,11 +154,7 @@ def test_kernels_of_the_compiler_and_ours_wait_for_each_other():
     deep = nn.Sequential(m, m, m)
     fast_linears(m)
     traced = torch.compile(deep, fullgraph=True, dynamic=False, options={"triton.enable_pdl": True})
-    traced(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = traced(x)
+    graph, y = captured(lambda: traced(x))
     for _ in range(20):
         x.normal_()
         graph.replay()

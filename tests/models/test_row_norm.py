@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from capture import captured
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -400,11 +401,7 @@ def test_on_a_gpu_a_graph_of_the_compiled_step_sees_what_it_has_just_written():
     options = {"triton.enable_pdl": True, "post_grad_custom_pre_pass": adds_fused()}
     traced = torch.compile(m, fullgraph=True, dynamic=False, options=options)
     x = torch.randn(1, 1, 4096, device="cuda").bfloat16()
-    traced(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = traced(x)
+    graph, y = captured(lambda: traced(x))
     for _ in range(20):
         x.normal_()
         graph.replay()
