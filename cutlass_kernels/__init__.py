@@ -11,8 +11,9 @@ One decode step of a layer, for B sequences of ragged length, one query token ea
 
 attend_missed and merge_repaired are the halves of repair, faster where much is missed. Without P, select, attend_missed
 and merge are a serial step. replay_hits says what predict would have hit in a window of rows. LSE is the natural log;
-the empty set is o = 0, lse = -inf. The rest of a layer is linear, rms_norm, add_rms_norm and add_norm_linear,
-which is linear behind add_rms_norm in one launch. See each op for shapes, dtypes and errors.
+the empty set is o = 0, lse = -inf. The rest of a layer is linear, rms_norm, add_rms_norm and, in one launch each,
+add_norm_linear, which is linear behind add_rms_norm, and silu_mul_linear, which is linear behind silu(gate) * up. See
+each op for shapes, dtypes and errors.
 """
 
 import cutlass_kernels.cuda  # noqa: F401  (CUDA tensors are served by the templates)
@@ -39,6 +40,7 @@ from cutlass_kernels.ops import (
     replay_hits,
     rms_norm,
     select,
+    silu_mul_linear,
     speculate,
 )
 
@@ -65,5 +67,6 @@ __all__ = [
     "replay_hits",
     "rms_norm",
     "select",
+    "silu_mul_linear",
     "speculate",
 ]

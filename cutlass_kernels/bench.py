@@ -25,7 +25,7 @@ PEERS = ("flashinfer", "torch")
 OPS = (
     *("serial_attention", "attend", "merge", "repair", "append", "append_quest", "append_infllm"),
     *("quest_scores", "infllm_scores", "select", "predict", "layer_serial", "layer_prr"),
-    *("linear", "add_rms_norm", "norm_linear", "calibrate"),
+    *("linear", "add_rms_norm", "norm_linear", "silu_linear", "calibrate"),
 )
 
 

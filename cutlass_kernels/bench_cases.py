@@ -98,7 +98,7 @@ def cases() -> list[Case]:
         out += [Case(op, heads, 64, context, 4096) for op in ("layer_serial", "layer_prr")]
     glm4 = ((5120, 4096), (4096, 4096), (27392, 4096), (4096, 13696), (151552, 4096))  # q k v, o, FFN, vocabulary
     out += [Case("linear", n=n, k=k) for n, k in glm4] + [Case("add_rms_norm", k=4096)]
-    out += [Case("norm_linear", n=n, k=4096) for n in (5120, 27392)]
+    out += [Case("norm_linear", n=n, k=4096) for n in (5120, 27392)] + [Case("silu_linear", n=4096, k=13696)]
     contexts = (16 * KI, 64 * KI)
     return out + [Case("calibrate", h, block, n, 4096) for block in (16, 64) for n in contexts for h in (2, 4)]
 
@@ -186,6 +186,7 @@ def calls(case: Case) -> Calls:
         "linear": _linear,
         "add_rms_norm": _norm,
         "norm_linear": _norm_linear,
+        "silu_linear": _silu_linear,
         "calibrate": _calibrate,
     }
     return makers[case.op](case)
@@ -476,6 +477,26 @@ def _norm_linear(case: Case) -> Calls:
         ours, (row, total) = call(0), ck.add_rms_norm(rows[0], rows[-1], scale, 1e-5)
         same(ours[0], ck.linear(row, weights[0]), "add_norm_linear against add_rms_norm and linear")
         same(ours[1], total, "add_norm_linear sum")
+
+    return call, check
+
+
+def gated_inputs(case: Case) -> tuple[Tensor, list[Tensor]]:
+    """Gate and up [batch, 2 k], and the weights [n, k] of each set."""
+    (gate, weights), up = linear_inputs(case), torch.randn(case.batch, case.k, device="cuda")
+    return torch.cat((gate, up.to(gate)), 1), weights
+
+
+def _silu_linear(case: Case) -> Calls:
+    x, weights = gated_inputs(case)
+
+    def call(i: int) -> Tensor:
+        return ck.silu_mul_linear(x, weights[i % len(weights)])
+
+    def check() -> None:
+        gate, up = x.chunk(2, 1)
+        wanted = (torch.nn.functional.silu(gate) * up).double() @ weights[0].double().T
+        close(call(0), wanted, 5e-3, "silu_mul_linear")
 
     return call, check
 

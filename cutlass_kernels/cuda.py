@@ -33,6 +33,7 @@ ROUTES = {
     "rms_norm": "norm",
     "add_rms_norm": "norm",
     "add_norm_linear": "norm_linear",
+    "silu_mul_linear": "silu_linear",
 }
 
 

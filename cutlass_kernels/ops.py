@@ -3,8 +3,8 @@
 
 Each op of the attention writes into buffers that the caller owns and returns nothing: a decode loop allocates once, a
 CUDA graph replays onto the same addresses, and an op that runs beside others touches no temporary. `torch.compile` sees
-opaque, mutating ops; linear and the norms, which stand among its own, return tensors. Any device without kernels of its
-own runs `reference`. Shapes, devices and dtypes are checked here (see checks) and nowhere else.
+opaque, mutating ops; linear, the norms and the rest of a layer, which stand among its own, return tensors. Any device
+without kernels of its own runs `reference`. Shapes, devices and dtypes are checked here (see checks) and nowhere else.
 
 Shapes: B sequences, Hq query heads, H_kv KV heads, G = Hq / H_kv, D head size, T tokens a block, S slots, N blocks of
 capacity, K, P listed blocks. Integers are int32, scores and partials float32.
@@ -51,6 +51,7 @@ OPS = {
         "rms_norm": (),
         "add_rms_norm": (),
         "add_norm_linear": (),
+        "silu_mul_linear": (),
     }.items()
 }
 
@@ -779,3 +780,37 @@ def add_norm_linear(
     d("weight", weight, "N K", x.dtype)
     d("bias", bias, "N", x.dtype)
     return torch.ops.prr.add_norm_linear(x, residual, norm_weight, eps, weight, bias)
+
+
+# ---------------------------------------------------------------------------------------------------- MLP
+@OPS["silu_mul_linear"].register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def silu_mul_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The second half of a gated MLP (arXiv 2002.05202): a linear layer of silu(gate) * up, in one launch for one row.
+
+    silu(gate) is float32 inside and rounded to x's dtype, and so is its product with up, as in a model's own layers. A
+    row of bfloat16 or float16 has a kernel where K is a multiple of 64 and at most 28672, and N of 16; its fast
+    exponential turns the last bit of silu(gate) now and then. torch's own operations and linear serve what has none.
+    All weights are loaded before the launches in front of it have ended, so that none of them may be writing those.
+
+    Args:
+        x: [..., 2 K], gate and behind it up.
+        weight: [N, K] of x's dtype.
+        bias: [N] of x's dtype.
+
+    Returns:
+        [..., N] of x's dtype.
+    """
+    d = Dims("silu_mul_linear")
+    d("x", x, " ".join((*(f"M{i}" for i in range(x.dim() - 1)), "2K")), *FLOATS)
+    d("weight", weight, "N K", x.dtype)
+    d("bias", bias, "N", x.dtype)
+    if x.shape[-1] != 2 * weight.shape[1]:
+        raise ValueError(
+            f"silu_mul_linear: x {tuple(x.shape)} ends in {x.shape[-1]}, "
+            f"expected gate and up, 2 K of weight {tuple(weight.shape)}: {2 * weight.shape[1]}"
+        )
+    return torch.ops.prr.silu_mul_linear(x, weight, bias)

@@ -20,6 +20,7 @@ from cutlass_kernels.bench_cases import (
     _quest_metadata,
     _score_sets,
     calibrate_inputs,
+    gated_inputs,
     linear_inputs,
     norm_inputs,
 )
@@ -89,6 +90,13 @@ def plain_torch(case: Case, timer: Timer) -> dict[str, float]:
             return {"torch_us": timer(norm, len(rows))}
         weights = linear_inputs(case)[1]
         return {"torch_us": timer(lambda i: torch.nn.functional.linear(norm(i), weights[i % len(rows)]), len(rows))}
+    if case.op == "silu_linear":
+        both, weights = gated_inputs(case)
+        gate, up = both.chunk(2, 1)
+        product = lambda: torch.nn.functional.silu(gate) * up
+        return {
+            "torch_us": timer(lambda i: torch.nn.functional.linear(product(), weights[i % len(weights)]), len(weights))
+        }
     if case.op == "calibrate":
         return {"torch_us": _replay(case)}
     x = Inputs(case)

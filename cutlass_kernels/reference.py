@@ -559,3 +559,11 @@ def add_norm_linear(
     y, total = add_rms_norm(x, residual, norm_weight, eps)
     rows = x.shape[:-1]
     return linear(y.reshape(rows.numel(), y.shape[-1]), weight, bias).view(*rows, weight.shape[0]), total
+
+
+# ---------------------------------------------------------------------------------------------------- MLP
+def silu_mul_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer of silu(gate) * up, torch's own, which rounds twice."""
+    gate, up = x.reshape(x.shape[:-1].numel(), 2, weight.shape[1]).unbind(1)
+    y = linear(torch.nn.functional.silu(gate) * up, weight, bias)
+    return y.view(*x.shape[:-1], weight.shape[0])

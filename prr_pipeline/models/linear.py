@@ -54,13 +54,17 @@ class Joint:
                 for m, rows in zip(layers, joint.split(self.sizes), strict=True):
                     setattr(m, name, nn.Parameter(rows, requires_grad=False))
 
+    def whole(self, input: Tensor) -> Tensor:
+        """The outputs [1, sum of N] of all layers, one behind another."""
+        return ck.linear(input.reshape(1, -1), self.weight, self.bias)
+
     def part(self, place: int, input: Tensor) -> Tensor | None:
         """The output [1, N] of the layer at that place; None where the layers before it had another input.
 
         The same tensor is the same input: a model that writes to it between two of the layers is not served.
         """
         if place == 0:
-            self.parts = ck.linear(input.reshape(1, -1), self.weight, self.bias).split(self.sizes, 1)
+            self.parts = self.whole(input).split(self.sizes, 1)
             self.source = input
         elif input is not self.source:
             return None

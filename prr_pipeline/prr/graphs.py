@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from prr_pipeline.models.attention import attached
 from prr_pipeline.models.cache import KVCache
 from prr_pipeline.models.linear import fast_linears
+from prr_pipeline.models.mlp import fast_mlps
 from prr_pipeline.models.norm import adds_fused, fast_norms
 from prr_pipeline.prr.engine import Engine, Feed, Generator, Mode, Prefilled, Step, Theta, digest
 from prr_pipeline.prr.phase import AttentionPhase, Plan, forked, join
@@ -33,7 +34,7 @@ class GraphOptions:
     """How steps are run.
 
     burst: steps between host syncs, at most. compiled: the model through torch.compile. captured: steps as CUDA graphs.
-    linears: the model's linear layers and norms through our ops where they see one token; the model keeps them.
+    linears: the model's linear layers, norms and MLPs through our ops where they see one token; the model keeps them.
     """
 
     burst: int = 32
@@ -347,6 +348,7 @@ class GraphEngine(Engine):
         if how.linears:
             fast_linears(self.model)
             fast_norms(self.model)
+            fast_mlps(self.model)
         self._arena: KVCache | None = None
         self._runner: GraphRunner | None = None
 

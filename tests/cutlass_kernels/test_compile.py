@@ -24,6 +24,7 @@ from cutlass_kernels.templates.norm import Norm
 from cutlass_kernels.templates.norm_linear import NormLinear
 from cutlass_kernels.templates.repair import Repair
 from cutlass_kernels.templates.replay_hits import ReplayHits
+from cutlass_kernels.templates.silu_linear import SiluLinear
 
 SMALL = dict(dtype="bfloat16", head_dim=64, block=16, paged=False, quest=False)  # the kernel that compiles fastest
 
@@ -57,6 +58,9 @@ GRID = [
     (NormLinear, dict(dtype="bfloat16", k=4096, split=1, bias=False)),
     (NormLinear, dict(dtype="float16", k=1024, split=8, bias=True)),
     (NormLinear, dict(dtype="bfloat16", k=576, split=1, bias=True)),
+    (SiluLinear, dict(dtype="bfloat16", k=13696, split=1, bias=False)),
+    (SiluLinear, dict(dtype="float16", k=192, split=8, bias=True)),
+    (SiluLinear, dict(dtype="bfloat16", k=25600, split=1, bias=False)),
     (Norm, dict(dtype="bfloat16", k=4096, adds=True)),
     (Norm, dict(dtype="float16", k=16376, adds=False)),
 ]  # fmt: skip
@@ -122,6 +126,7 @@ def test_repair_is_compiled_again_when_the_shared_arithmetic_changes():
 def test_a_kernel_that_uses_another_s_functions_depends_on_its_file():
     assert {p.name for p in kc._sources(ReplayHits)} >= {"replay_hits.py", "predict.py", "topk.py"}
     assert {p.name for p in kc._sources(NormLinear)} >= {"norm_linear.py", "linear.py", "norm.py"}
+    assert {p.name for p in kc._sources(SiluLinear)} >= {"silu_linear.py", "linear.py", "norm.py"}
 
 
 def test_a_kept_kernel_is_not_compiled_again(folder, builds):

@@ -13,7 +13,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 BUILD = """
 from cutlass_kernels.compile import build
 from cutlass_kernels.templates import append, attend, infllm_scores, linear, merge, norm, norm_linear
-from cutlass_kernels.templates import predict, quest_scores, repair, select, speculate
+from cutlass_kernels.templates import predict, quest_scores, repair, select, silu_linear, speculate
 from cutlass_kernels.templates.topk import shape_of
 half = dict(dtype="bfloat16", head_dim=64)
 block = dict(half, group=4, block=64, paged=False)
@@ -29,6 +29,7 @@ build(predict.Predict, **shape_of(2048), vector=True)
 build(linear.Linear, dtype="bfloat16", k=1024, rows=1, split=1, bias=False)
 build(norm.Norm, dtype="bfloat16", k=4096, adds=True)
 build(norm_linear.NormLinear, dtype="bfloat16", k=2048, split=2, bias=False)
+build(silu_linear.SiluLinear, dtype="bfloat16", k=25600, split=1, bias=False)
 """
 WAIT, START = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
@@ -54,7 +55,7 @@ def places(ptx, pattern):
 
 def test_every_kernel_waits_before_it_lets_the_next_one_start(kernels):
     """Attention over P reads, without waiting, what stands further in front: this is why that is there."""
-    assert len(kernels) == 13
+    assert len(kernels) == 14
     for name, ptx in kernels.items():
         waits, starts = places(ptx, WAIT), places(ptx, START)
         assert waits and starts, name
@@ -102,3 +103,18 @@ def test_a_norm_in_a_linear_layer_leaves_the_copies_of_weights_in_front_of_the_w
     assert weight[-1] < wait < start < rows[0] and rows[-1] < first < second < places(ptx, r"mma\.sync")[0]
     assert all(wait < at < first for at in places(ptx, r"st\.global\.v4"))
     assert all(at > second for at in places(ptx, r"cp\.async\.wait_group"))
+
+
+def test_an_mlp_s_product_is_made_behind_the_copies_of_weights_from_loads_that_are_all_on_their_way(kernels):
+    """13 pieces a thread, of gate and of up, are two batches: 7 and 6. No copy of weights is waited for in between."""
+    ptx = kernels["SiluLinear"]
+    wait, start = (places(ptx, what)[0] for what in (WAIT, START))
+    assert [at < wait for at in places(ptx, r"cp\.async\.cg")] == [True] * 7 * 4 + [False] * 4
+    loads, stores = places(ptx, r"ld\.global"), places(ptx, r"st\.shared\.v4")
+    assert loads == places(ptx, r"ld\.global\.cg\.v4") and len(loads) == 2 * 13 and len(stores) == 13
+    first, second, last, _ = places(ptx, r"bar\.sync")
+    assert wait < start < loads[0] and loads[13] < first < loads[14] and loads[25] < second
+    work = [sorted(places(ptx, what)) for what in (r"ex2\.approx", r"rcp\.approx\.ftz")]
+    assert all(len(x) == 8 * 13 and first < x[0] and x[55] < loads[14] and second < x[56] < x[-1] < last for x in work)
+    assert first < stores[0] and second < stores[7] and stores[12] < last < places(ptx, r"mma\.sync")[0]
+    assert all(at > last for at in places(ptx, r"cp\.async\.wait_group"))

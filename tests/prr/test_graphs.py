@@ -442,15 +442,15 @@ def test_a_soak_keeps_serial_bits_memory_and_metadata(name: str) -> None:
             assert torch.equal(x[~x.isnan()], kept[key][~x.isnan()]), (layer, key)
 
 
-def test_linear_layers_and_norms_are_taken_over_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_layers_norms_and_mlps_are_taken_over_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Any] = []
-    for name in ("fast_linears", "fast_norms"):
+    for name in ("fast_linears", "fast_norms", "fast_mlps"):
         monkeypatch.setattr(f"prr_pipeline.prr.graphs.{name}", taken.append)
     model = tiny("llama")
     engine(model, QUEST, replace(EAGER, linears=False))
     assert not taken
     engine(model, QUEST)
-    assert taken == [model, model]
+    assert taken == [model] * 3
 
 
 def test_a_compiled_step_has_its_sums_put_into_its_norms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode step's MLPs, one row each: gate and up in one launch, the rest of it through the op silu_mul_linear.
+
+An MLP is taken over by what it does, not by its name: its layers are called as Llama's or as GLM's are, and its own
+forward must give what the two launches compute. Longer inputs go through that forward, as they always did.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import cutlass_kernels as ck
+from prr_pipeline.models.linear import RowLinear, one_row
+
+PAIR, JOINT = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
+
+
+class RowMLP(nn.Module):
+    """The forward of an MLP that was taken over; stands before its own class, which keeps all else."""
+
+    down_proj: RowLinear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        first: Any = getattr(self, "gate_up_proj", None) or self.gate_proj
+        both = _gate_and_up(self, x) if one_row(x, first.weight) else None
+        if both is None:
+            return super().forward(x)
+        return ck.silu_mul_linear(both, self.down_proj.weight, self.down_proj.bias)
+
+
+def _gate_and_up(module: Any, x: Tensor) -> Tensor | None:
+    """Of one row, [..., 2 K]; None where no launch computes both."""
+    if hasattr(module, "gate_up_proj"):
+        return module.gate_up_proj(x)
+    joint = getattr(module.gate_proj, "joint", None)
+    return None if joint is None else joint.whole(x).view(*x.shape[:-1], sum(joint.sizes))
+
+
+@cache
+def _row_class(original: Any) -> Any:
+    return type(f"Row{original.__name__}", (RowMLP, original), {"__doc__": RowMLP.__doc__})
+
+
+def fast_mlps(model: nn.Module) -> Callable[[], None]:
+    """Make every MLP gated by SiLU a RowMLP, where fast_linears has taken over its layers before.
+
+    Returns:
+        a function that undoes it.
+    """
+    found: list[tuple[nn.Module, Any]] = [(m, type(m)) for m in model.modules() if _is_mlp(m) and _computes_alike(m)]
+    for module, original in found:
+        module.__class__ = _row_class(original)
+
+    def undo() -> None:
+        for module, original in found:
+            module.__class__ = original
+
+    return undo
+
+
+def _is_mlp(module: Any) -> bool:
+    """Whether it looks like one that is served: its layers, an activation, and gate and up in one launch."""
+    names = JOINT if hasattr(module, "gate_up_proj") else PAIR
+    layers: list[Any] = [getattr(module, name, None) for name in names]
+    if isinstance(module, RowMLP) or _activation(module) is None or not all(_is_plain(x) for x in layers):
+        return False
+    *first, down = layers
+    if len(first) == 2 and (first[0].joint is None or first[0].joint is not first[1].joint):
+        return False
+    return {len(first) * x.out_features for x in first} == {2 * down.in_features}
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether it is a RowLinear that is served, and nothing but its weights is lost where it is not called itself."""
+    if type(layer) is not RowLinear or not _served(layer.weight):
+        return False
+    return not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+
+
+def _served(weight: Tensor) -> bool:
+    return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
+
+
+def _activation(module: Any) -> Any:
+    found = [getattr(module, name, None) for name in ("act_fn", "activation_fn")]
+    return next((f for f in found if callable(f)), None)
+
+
+@torch.no_grad()
+def _computes_alike(module: Any) -> bool:
+    """Whether its activation is SiLU, and a row of noise gets the bits of down(silu(gate) * up)."""
+    first, down = getattr(module, "gate_up_proj", None) or module.gate_proj, module.down_proj
+    row = torch.randn(1, 1, first.in_features, generator=torch.Generator().manual_seed(0)).to(first.weight)
+    both: Any = _gate_and_up(module, row)
+    gate, up = both.chunk(2, -1)
+    silu = nn.functional.silu(gate)
+    try:
+        found, active = module.forward(row), _activation(module)(gate)
+    except TypeError:  # it takes more than a row
+        return False
+    wanted = down(silu * up)
+    return all(isinstance(x, Tensor) and torch.equal(x, y) for x, y in ((active, silu), (found, wanted)))
