@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 from torch import Tensor
@@ -24,6 +24,20 @@ from cutlass_kernels.templates import common
 
 ROWS, COLUMNS, STEP = 16, 8, 64  # of the MMA: weight rows, rows of x; and what a warp takes of K at a time
 ROOM = 56 << 10  # bytes of x in shared memory
+EVICT_FIRST = 0x12F0000000000000  # the policy that createpolicy.fractional.L2::evict_first makes for all accesses
+
+
+@cute.jit
+def copy_once(source, to):
+    """Start a copy of 16 bytes to shared memory, past the L1: a cp.async of what no other launch of a step reads.
+
+    In the L2 it is the first to go: weights stay there no longer than they must, and what small kernels read again in
+    the next layer, their code included, stays.
+    """
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global.L2::cache_hint [{$r0}], [{$r1}], 16, {$r2};",
+        read_only_args=[to.iterator, source.iterator, Int64(EVICT_FIRST)],
+    )
 
 
 class Linear:
@@ -86,7 +100,7 @@ class Linear:
         tiles = (cute.size(w, mode=[0]) // ROWS - first + every - 1) // every
         early = self.early(given, t)
         for i in range_constexpr(self.stages - 1):
-            self.fetch(copy, w, ring, first, every, tiles, Int32(i), t, wid)
+            self.fetch(w, ring, first, every, tiles, Int32(i), t, wid)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         self.load_x(copy, given, early, sx, parts, t)
@@ -105,7 +119,7 @@ class Linear:
             for j in cutlass.range(self.turns, unroll=1):
                 i = n * self.turns + j
                 cute.arch.cp_async_wait_group(self.stages - 2)
-                self.fetch(copy, w, ring, first, every, tiles, i + (self.stages - 1), t, wid)
+                self.fetch(w, ring, first, every, tiles, i + (self.stages - 1), t, wid)
                 step = j * self.warps + wid
                 if step < self.steps:
                     for half in range_constexpr(2):
@@ -130,7 +144,7 @@ class Linear:
         return value
 
     @cute.jit
-    def fetch(self, copy, w, ring, first, every, tiles, i, t, wid):
+    def fetch(self, w, ring, first, every, tiles, i, t, wid):
         """Start the copies of this warp's i-th step, into the stage that the step before the present one has used."""
         lane = t % 32
         n, step = i // self.turns, i % self.turns * self.warps + wid
@@ -140,7 +154,7 @@ class Linear:
                 at = step * (STEP // 8) + 4 * half + lane % 4
                 for below in range_constexpr(2):
                     source = cute.local_tile(w[row + 8 * below, None], (8,), (at,))
-                    cute.copy(copy, source, ring[None, t, 2 * half + below, i % self.stages])
+                    copy_once(source, ring[None, t, 2 * half + below, i % self.stages])
         cute.arch.cp_async_commit_group()
 
     def early(self, given, t):
