@@ -105,6 +105,14 @@ def test_a_norm_in_a_linear_layer_leaves_the_copies_of_weights_in_front_of_the_w
     assert all(at > second for at in places(ptx, r"cp\.async\.wait_group"))
 
 
+@pytest.mark.parametrize("name", ["Linear", "NormLinear", "SiluLinear"])
+def test_weights_are_the_first_to_leave_the_l2_and_x_is_not(kernels, name):
+    hinted = re.findall(r"cp\.async\.cg\.shared\.global\.L2::cache_hint \[.*?\], \[.*?\], 16, (.*?);", kernels[name])
+    assert len(hinted) == 8 * 4 and {int(x) for x in hinted} == {0x12F0000000000000}
+    others = len(places(kernels[name], r"cp\.async\.cg")) - len(hinted)
+    assert (others > 0) == (name == "Linear"), "the others make x in registers"
+
+
 def test_an_mlp_s_product_is_made_behind_the_copies_of_weights_from_loads_that_are_all_on_their_way(kernels):
     """13 pieces a thread, of gate and of up, are two batches: 7 and 6. No copy of weights is waited for in between."""
     ptx = kernels["SiluLinear"]

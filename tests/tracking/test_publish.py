@@ -97,6 +97,28 @@ def test_a_file_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert publish.main(["--out", str(out), "--document", str(readme)]) == 0 and readme.read_text() == again
 
 
+def test_jobs_of_another_commit_can_stay_and_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head: dict[str, Any] = dict(HEAD)
+    monkeypatch.setattr(bench, "envelope", lambda rows, commit, name, program: {"name": name, **head, "rows": rows})
+    out, first, other = tmp_path / "x.json", job(tmp_path / "a", serial=7.0), job(tmp_path / "b", serial=8.0)
+    results = other / "evaluate" / "results.json"
+    results.write_text(results.read_text().replace("glm4", "glm5"))
+    assert publish.main([str(first), str(other), "--out", str(out)]) == 0
+    head["commit"] = "fedcba9876543210"
+    again = job(tmp_path / "c", serial=6.0)
+    assert publish.main([str(again), "--keep", "--out", str(out)]) == 0
+    data = json.loads(out.read_text())
+    assert data["commit"] == head["commit"]
+    found = {(r["model"], r["mode"]): (r["ms_per_token"], r.get("commit")) for r in data["rows"]}
+    assert found["glm4", "serial"] == (6.0, None) and found["glm5", "serial"] == (8.0, HEAD["commit"])
+    assert len(found) == len(data["rows"]) == 4
+    assert "commit fedcba987654, 2026-01-01: ms a token; of commit 0123456789ab: glm5 x quest at 128K\n" in (
+        publish.table(data)
+    )
+    assert publish.main([str(again), "--out", str(out)]) == 0
+    assert len(json.loads(out.read_text())["rows"]) == 2
+
+
 def test_without_a_gpu_one_line_says_where_to_run_it_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
