@@ -23,12 +23,13 @@ class RowMLP(nn.Module):
 
     down_proj: RowLinear
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden]."""
+    def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
+        """[..., hidden] -> [..., hidden]; with anything else it is a call of its class."""
         first: Any = getattr(self, "gate_up_proj", None) or self.gate_proj
-        both = _gate_and_up(self, x) if one_row(x, first.weight) else None
+        alone = not (others or named)
+        both = _gate_and_up(self, x) if alone and one_row(x, first.weight) else None
         if both is None:
-            return super().forward(x)
+            return super().forward(x, *others, **named)
         return ck.silu_mul_linear(both, self.down_proj.weight, self.down_proj.bias)
 
 
@@ -75,7 +76,7 @@ def _is_mlp(module: Any) -> bool:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether it is a RowLinear that is served, and nothing but its weights is lost where it is not called itself."""
+    """Whether it is a RowLinear that is served, and no hook of it is lost where it is not called itself."""
     if type(layer) is not RowLinear or not _served(layer.weight):
         return False
     return not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
@@ -92,15 +93,19 @@ def _activation(module: Any) -> Any:
 
 @torch.no_grad()
 def _computes_alike(module: Any) -> bool:
-    """Whether its activation is SiLU, and a row of noise gets the bits of down(silu(gate) * up)."""
+    """Whether its activation is SiLU, and a row of noise, small or large, gets the bits of down(silu(gate) * up)."""
     first, down = getattr(module, "gate_up_proj", None) or module.gate_proj, module.down_proj
-    row = torch.randn(1, 1, first.in_features, generator=torch.Generator().manual_seed(0)).to(first.weight)
-    both: Any = _gate_and_up(module, row)
-    gate, up = both.chunk(2, -1)
-    silu = nn.functional.silu(gate)
-    try:
-        found, active = module.forward(row), _activation(module)(gate)
-    except TypeError:  # it takes more than a row
-        return False
-    wanted = down(silu * up)
-    return all(isinstance(x, Tensor) and torch.equal(x, y) for x, y in ((active, silu), (found, wanted)))
+    noise = torch.randn(1, 1, first.in_features, generator=torch.Generator().manual_seed(0))
+    for scale in (1, 16):  # some clamp what is large
+        row = (noise * scale).to(first.weight)
+        both: Any = _gate_and_up(module, row)
+        gate, up = both.chunk(2, -1)
+        silu = nn.functional.silu(gate)
+        try:
+            found, active = module.forward(row), _activation(module)(gate)
+        except Exception:  # it takes more than a row
+            return False
+        wanted = down(silu * up)
+        if not all(isinstance(x, Tensor) and torch.equal(x, y) for x, y in ((active, silu), (found, wanted))):
+            return False
+    return True

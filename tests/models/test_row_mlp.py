@@ -127,6 +127,28 @@ class Routed(LlamaMLP):
         return super().forward(x) * weight
 
 
+class Clamped(LlamaMLP):
+    """As its class, but for what is large."""
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=1.0) * self.up_proj(x))
+
+
+class Unpacking(LlamaMLP):
+    """Takes rows of other axes."""
+
+    def forward(self, x):
+        rows, hidden = x.shape
+        return super().forward(x)
+
+
+class Named(LlamaMLP):
+    """Takes more than a row, if given."""
+
+    def forward(self, hidden_states, factor=1.0):
+        return factor * super().forward(hidden_states)
+
+
 class Louder(LlamaMLP):
     """A forward of its own for what the op does not serve."""
 
@@ -145,13 +167,24 @@ def alone(kind=LlamaMLP, **other):
 
 
 @torch.no_grad()
+def test_what_is_given_beside_a_row_reaches_the_module_s_own_class(anywhere, rows):
+    m, x = alone(Named), torch.randn(1, 1, 32).bfloat16()
+    fast_linears(m)
+    wanted = m(x)
+    fast_mlps(m)
+    assert isinstance(m, RowMLP) and torch.equal(m(x), wanted) and len(rows) == 1
+    assert torch.equal(m(x, 2.0), 2 * wanted) and torch.equal(m(x, factor=2.0), 2 * wanted) and len(rows) == 1
+
+
+@torch.no_grad()
 def test_what_computes_otherwise_is_left_alone(anywhere):
     hooked, quantised, shared = alone(), alone(), alone()
     hooked.down_proj.register_forward_hook(lambda *_: None)
     quantised.down_proj = Quantised(48, 32, bias=False).bfloat16()
     shared.up_proj.weight = shared.gate_proj.weight  # so that gate and up are no joint
     single = alone().float()
-    others = [alone(Scaled), alone(Swapped), alone(Routed), hooked, quantised, shared, single, nn.Linear(32, 32)]
+    kinds = Scaled, Swapped, Routed, Clamped, Unpacking
+    others = [*map(alone, kinds), hooked, quantised, shared, single, nn.Linear(32, 32)]
     gelu = [alone(hidden_act=name) for name in ("gelu", "gelu_pytorch_tanh", "relu")]
     m = nn.ModuleList([*others, *gelu])
     fast_linears(m)

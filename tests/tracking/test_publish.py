@@ -97,26 +97,57 @@ def test_a_file_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert publish.main(["--out", str(out), "--document", str(readme)]) == 0 and readme.read_text() == again
 
 
-def test_jobs_of_another_commit_can_stay_and_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_of_another_commit_can_stay_and_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """With their floor at the bandwidth of the new jobs, which are 20 GB at 5 TB/s."""
     head: dict[str, Any] = dict(HEAD)
     monkeypatch.setattr(bench, "envelope", lambda rows, commit, name, program: {"name": name, **head, "rows": rows})
     out, first, other = tmp_path / "x.json", job(tmp_path / "a", serial=7.0), job(tmp_path / "b", serial=8.0)
     results = other / "evaluate" / "results.json"
     results.write_text(results.read_text().replace("glm4", "glm5"))
     assert publish.main([str(first), str(other), "--out", str(out)]) == 0
+    assert "2026-01-01: ms a token, floor at 4.0 TB/s\n" in publish.table(json.loads(out.read_text()))
+    again = job(tmp_path / "c", 5.0, serial=6.0)
+    assert publish.main([str(again), "--keep", "--out", str(out)]) == 0
+    assert "2026-01-01: ms a token, floor at 5.0 TB/s\n" in publish.table(json.loads(out.read_text())), "of one commit"
     head["commit"] = "fedcba9876543210"
-    again = job(tmp_path / "c", serial=6.0)
     assert publish.main([str(again), "--keep", "--out", str(out)]) == 0
     data = json.loads(out.read_text())
-    assert data["commit"] == head["commit"]
-    found = {(r["model"], r["mode"]): (r["ms_per_token"], r.get("commit")) for r in data["rows"]}
-    assert found["glm4", "serial"] == (6.0, None) and found["glm5", "serial"] == (8.0, HEAD["commit"])
-    assert len(found) == len(data["rows"]) == 4
-    assert "commit fedcba987654, 2026-01-01: ms a token; of commit 0123456789ab: glm5 x quest at 128K\n" in (
-        publish.table(data)
+    assert data["commit"] == head["commit"] and len(data["rows"]) == 4
+    found = {(r["model"], r["mode"]): (r["ms_per_token"], r["floor_ms"], r.get("commit")) for r in data["rows"]}
+    assert found["glm4", "serial"] == (6.0, 4.0, None) and found["glm5", "serial"] == (8.0, 4.0, HEAD["commit"])
+    line = (
+        "commit fedcba987654, 2026-01-01: ms a token, floor at 5.0 TB/s; of commit 0123456789ab: glm5 x quest at 128K\n"
     )
+    assert line in publish.table(data)
+    for row in data["rows"]:
+        del row["read_bytes"]
+    out.write_text(json.dumps(data))
+    assert publish.main([str(again), "--keep", "--out", str(out)]) == 0
+    assert [r["floor_ms"] for r in json.loads(out.read_text())["rows"]] == [4.0, 4.0, None, None], "what is not known"
     assert publish.main([str(again), "--out", str(out)]) == 0
     assert len(json.loads(out.read_text())["rows"]) == 2
+    head["gpu"] = "other"
+    before = out.read_text()
+    assert publish.main([str(again), "--keep", "--out", str(out)]) == 1 and out.read_text() == before
+    assert capsys.readouterr().err == "publish: --keep: what is there was measured on g, this on other\n"
+
+
+@pytest.mark.parametrize(
+    "found", ["", "[]", "null", '{"rows": null}', '{"rows": [1]}', '{"gpu": "g", "rows": []}', None]
+)
+def test_what_cannot_be_kept_is_said_and_left_as_it_is(
+    found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(bench, "envelope", lambda rows, commit, name, program: {"name": name, **HEAD, "rows": rows})
+    out = tmp_path / "x.json"
+    if found is not None:
+        out.write_text(found)
+    made = job(tmp_path / "a", serial=7.0)
+    assert publish.main([str(made), "--keep", "--out", str(out)]) == 1
+    assert out.exists() == (found is not None) and (found is None or out.read_text() == found)
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_without_a_gpu_one_line_says_where_to_run_it_before_any_work(
