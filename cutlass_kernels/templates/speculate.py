@@ -5,7 +5,7 @@ The first CTAs are those of select, one a row of scores; the others are those of
 not wait for the scores in front, but read K and V beside them: whatever they need, the kernel in front has waited for
 before it let this one start. (Measured, an attention phase over 2048 blocks: 1.5 us of 16.6 less than two launches at 8
 KV heads, .3 less at 2, as much at 4. In whole steps: to start attention in front of the scores, which then run beside
-it, gained nothing under InfLLM-v2 and cost 1.5 % under Quest; to have P in the L2 by then cost .5 %.)
+it, gained nothing under InfLLM-v2 and cost 1.5 % under Quest; to have P in the L2 by then cost .4 %.)
 
 Rows that want more than one CTA, and blocks of more than a tile, are two launches: attention starts with the selection.
 """
