@@ -7,6 +7,7 @@ python -m cutlass_kernels.report runs/published/h200/kernels.json README.md
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def table(data: dict[str, Any]) -> str:
         *(p[:-3] + " us" for p in peers),
     ]
     lines = [
-        f"{origin(data)}: `{data['command']}`{_others(rows)}",
+        f"{origin(data)}: `{data['command']}`{others(data, lambda row: row['op'])}",
         "",
         "| " + " | ".join(head) + " |",
         "|" + " --- |" * 3 + " ---: |" * (len(head) - 3),
@@ -45,13 +46,13 @@ def origin(data: dict[str, Any]) -> str:
     return f"{data['gpu']}, {made_with}, commit {data['commit'][:12]}, {data['date']}"
 
 
-def _others(rows: list[dict[str, Any]]) -> str:
-    """Which rows are of another commit than the file."""
-    of: dict[str, list[str]] = {}
-    for row in rows:
-        ops = of.setdefault(row.get("commit", ""), [])
-        ops += [row["op"]] * (row["op"] not in ops)
-    return "".join(f"; of commit {commit[:12]}: {', '.join(ops)}" for commit, ops in of.items() if commit)
+def others(data: dict[str, Any], name: Callable[[dict[str, Any]], str]) -> str:
+    """Which rows are of another commit than the file, by name."""
+    of: dict[str, dict[str, None]] = {}
+    for row in data["rows"]:
+        if row.get("commit", data["commit"]) != data["commit"]:
+            of.setdefault(row["commit"], {})[name(row)] = None
+    return "".join(f"; of commit {commit[:12]}: {', '.join(names)}" for commit, names in of.items())
 
 
 def _shape(r: dict[str, Any]) -> list[str]:

@@ -204,6 +204,13 @@ def split_of(rows: int, n: int, k: int, processors: int) -> int:
     return best
 
 
+def shares_of(rows: int, n: int, k: int, device: torch.device) -> tuple[int, int]:
+    """Cuts of a weight row on a device, see split_of, and CTAs: one an SM, as far as there are tiles."""
+    processors = templates.processors(device)
+    split = split_of(rows, n, k, processors)
+    return split, min(processors, n * split // ROWS)
+
+
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernel can: few rows of half precision, whole tiles and steps, 16-byte rows, an SM90."""
     n, k = weight.shape
@@ -224,11 +231,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not serves(x, weight, bias):
         return torch.nn.functional.linear(x, weight, bias)
     (rows, k), n = x.shape, weight.shape[0]
-    processors = templates.processors(x.device)
-    split = split_of(rows, n, k, processors)
+    split, ctas = shares_of(rows, n, k, x.device)
     params = {"k": k // split, "rows": rows, "split": split, "bias": bias is not None}
     kernel = compiled(Linear, dtype=templates.name(x.dtype), **params)
     y = x.new_empty(rows, n)
     cut = lambda z: z.view(-1, k // split)
-    kernel(cut(x), cut(weight), bias, y, min(processors, n * split // ROWS))
+    kernel(cut(x), cut(weight), bias, y, ctas)
     return y

@@ -88,11 +88,9 @@ def add_norm_linear(
     if not serves(x, residual, norm_weight, weight, bias):
         row, total = norm.add_rms_norm(x, residual, norm_weight, eps)
         return linear.linear(row.reshape(x.shape[:-1].numel(), k), weight, bias).view(shape), total
-    processors = templates.processors(x.device)
-    split = linear.split_of(1, n, k, processors)
+    split, ctas = linear.shares_of(1, n, k, x.device)
     kernel = compiled(NormLinear, dtype=templates.name(x.dtype), k=k // split, split=split, bias=bias is not None)
     y, total = x.new_empty(shape), x.new_empty(x.shape)
-    ctas = min(processors, n * split // linear.ROWS)
     cut = weight.view(-1, k // split)
     kernel(x.view(k), residual.view(k), norm_weight, eps, cut, bias, y.view(1, n), total.view(k), ctas)
     return y, total

@@ -105,10 +105,8 @@ def silu_mul_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not serves(x, weight, bias):
         gate, up = x.reshape(x.shape[:-1].numel(), 2, k).unbind(1)
         return linear.linear(torch.nn.functional.silu(gate) * up, weight, bias).view(shape)
-    processors = templates.processors(x.device)
-    split = linear.split_of(1, n, k, processors)
+    split, ctas = linear.shares_of(1, n, k, x.device)
     kernel = compiled(SiluLinear, dtype=templates.name(x.dtype), k=k // split, split=split, bias=bias is not None)
     y = x.new_empty(shape)
-    ctas = min(processors, n * split // linear.ROWS)
     kernel(x.view(2, k), weight.view(-1, k // split), bias, y.view(1, n), ctas)
     return y

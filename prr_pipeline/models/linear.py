@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import cutlass_kernels as ck
+from prr_pipeline.models import takeover
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # called in this order, with one input
 
@@ -80,7 +81,7 @@ def fast_linears(model: nn.Module) -> Callable[[], None]:
     Returns:
         a function that undoes it; weights stay where they are then.
     """
-    found = [m for m in model.modules() if type(m) is nn.Linear and _served(m.weight)]
+    found = [m for m in model.modules() if type(m) is nn.Linear and takeover.served(m.weight)]
     for module in found:
         module.__class__ = RowLinear
     for layers in _together(model, found):
@@ -108,7 +109,3 @@ def _together(model: nn.Module, found: list[nn.Linear]) -> Iterator[list[nn.Line
             kinds = {(m.in_features, m.weight.dtype, m.weight.device, m.bias is None) for m in layers}
             if len(layers) == len(names) and len(kinds) == 1:
                 yield layers
-
-
-def _served(weight: Tensor) -> bool:
-    return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)

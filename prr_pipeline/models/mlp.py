@@ -6,14 +6,15 @@ forward must give what the two launches compute. Longer inputs go through that f
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import cutlass_kernels as ck
+from prr_pipeline.models import takeover
 from prr_pipeline.models.linear import RowLinear, one_row
+from prr_pipeline.models.takeover import taken_over
 
 PAIR, JOINT = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
 
@@ -41,26 +42,13 @@ def _gate_and_up(module: Any, x: Tensor) -> Tensor | None:
     return None if joint is None else joint.whole(x).view(*x.shape[:-1], sum(joint.sizes))
 
 
-@cache
-def _row_class(original: Any) -> Any:
-    return type(f"Row{original.__name__}", (RowMLP, original), {"__doc__": RowMLP.__doc__})
-
-
 def fast_mlps(model: nn.Module) -> Callable[[], None]:
     """Make every MLP gated by SiLU a RowMLP, where fast_linears has taken over its layers before.
 
     Returns:
         a function that undoes it.
     """
-    found: list[tuple[nn.Module, Any]] = [(m, type(m)) for m in model.modules() if _is_mlp(m) and _computes_alike(m)]
-    for module, original in found:
-        module.__class__ = _row_class(original)
-
-    def undo() -> None:
-        for module, original in found:
-            module.__class__ = original
-
-    return undo
+    return taken_over([m for m in model.modules() if _is_mlp(m) and _computes_alike(m)], RowMLP)
 
 
 def _is_mlp(module: Any) -> bool:
@@ -77,13 +65,9 @@ def _is_mlp(module: Any) -> bool:
 
 def _is_plain(layer: Any) -> bool:
     """Whether it is a RowLinear that is served, and no hook of it is lost where it is not called itself."""
-    if type(layer) is not RowLinear or not _served(layer.weight):
+    if type(layer) is not RowLinear or not takeover.served(layer.weight):
         return False
     return not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
-
-
-def _served(weight: Tensor) -> bool:
-    return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
 
 
 def _activation(module: Any) -> Any:

@@ -8,7 +8,6 @@ become one where a compiler has them before it: fuse_adds and fuse_linears work 
 
 import operator
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +15,9 @@ from torch import Tensor, fx, nn
 
 import cutlass_kernels as ck
 from cutlass_kernels import reference
+from prr_pipeline.models import takeover
 from prr_pipeline.models.linear import one_row
+from prr_pipeline.models.takeover import taken_over
 
 aten = torch.ops.aten
 # Of as many elements as their input has, they leave those in their order.
@@ -35,26 +36,13 @@ class RowNorm(nn.Module):
         return ck.rms_norm(hidden_states, self.weight, _epsilon(self))
 
 
-@cache
-def _row_class(original: Any) -> Any:
-    return type(f"Row{original.__name__}", (RowNorm, original), {"__doc__": RowNorm.__doc__})
-
-
 def fast_norms(model: nn.Module) -> Callable[[], None]:
     """Make every RMSNorm of half precision on a GPU, rounded as Llama's, a RowNorm.
 
     Returns:
         a function that undoes it.
     """
-    found: list[tuple[nn.Module, Any]] = [(m, type(m)) for m in model.modules() if _is_norm(m) and _rounds_alike(m)]
-    for module, original in found:
-        module.__class__ = _row_class(original)
-
-    def undo() -> None:
-        for module, original in found:
-            module.__class__ = original
-
-    return undo
+    return taken_over([m for m in model.modules() if _is_norm(m) and _rounds_alike(m)], RowNorm)
 
 
 def _epsilon(module: nn.Module) -> Any:
@@ -67,11 +55,7 @@ def _is_norm(module: nn.Module) -> bool:
     named = type(module).__name__.endswith("RMSNorm") and not isinstance(module, RowNorm)
     if not named or not isinstance(weight, Tensor) or not isinstance(_epsilon(module), float):
         return False
-    return weight.dim() == 1 and _served(weight)
-
-
-def _served(weight: Tensor) -> bool:
-    return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
+    return weight.dim() == 1 and takeover.served(weight)
 
 
 @torch.no_grad()

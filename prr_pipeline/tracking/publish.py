@@ -37,15 +37,12 @@ _MEANS = (
 )
 
 
-def rows(jobs: Sequence[Row]) -> list[Row]:
-    """Published rows of jobs, see report.load_job."""
-    best = ceiling(jobs)
-    return [row for job in jobs for row in _rows(job, _profile(job["folder"]), best)]
-
-
-def ceiling(jobs: Sequence[Row]) -> float | None:
-    """The highest read bandwidth that a profile of these jobs measured, TB/s."""
-    return max((p["ceiling_tbs"] for job in jobs if (p := _profile(job["folder"])).get("ceiling_tbs")), default=None)
+def measured(jobs: Sequence[Row]) -> Row:
+    """Of jobs, see report.load_job: ceiling_tbs, the highest read bandwidth that a profile measured; published rows."""
+    profiles = [_profile(job["folder"]) for job in jobs]
+    ceiling = max((p["ceiling_tbs"] for p in profiles if p.get("ceiling_tbs")), default=None)
+    rows = [row for job, profile in zip(jobs, profiles, strict=True) for row in _rows(job, profile, ceiling)]
+    return {"ceiling_tbs": ceiling, "rows": rows}
 
 
 def _profile(folder: Path) -> Row:
@@ -151,7 +148,8 @@ def table(data: Row) -> str:
 
     head = ["model x method", "context", "A", *_COLUMNS, "floor", "delta", "hit %", "hidden"]
     at = f", floor at {data['ceiling_tbs']} TB/s" if data.get("ceiling_tbs") else ""
-    lines = [f"{report.origin(data)}: ms a token{at}{_others(data)}", ""]
+    older = report.others(data, lambda r: f"{r['model']} x {r['dsa']} at {report.count(r['context'])}")
+    lines = [f"{report.origin(data)}: ms a token{at}{older}", ""]
     body = []
     jobs: list[tuple[tuple[Any, ...], dict[str, Row]]] = []
     for r in data["rows"]:
@@ -172,17 +170,6 @@ def table(data: Row) -> str:
         cells += [_cell(None if hit is None else 100 * hit, 1), _cell(prr.get("hidden"))]
         body.append(cells)
     return "\n".join([*lines, grid(head, body)])
-
-
-def _others(data: Row) -> str:
-    """Which lines are of another commit than the file."""
-    from cutlass_kernels.report import count
-
-    of: dict[str, dict[str, None]] = {}
-    for r in data["rows"]:
-        if r.get("commit", data["commit"]) != data["commit"]:
-            of.setdefault(r["commit"], {})[f"{r['model']} x {r['dsa']} at {count(r['context'])}"] = None
-    return "".join(f"; of commit {commit[:12]}: {', '.join(found)}" for commit, found in of.items())
 
 
 def _cell(value: float | None, digits: int = 2) -> str:
@@ -225,8 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.jobs:
             head = _head(args.commit, args.out.stem)  # first: without a GPU nothing else is worth doing
             before = _published(args.out) if args.keep else None
-            jobs = load_finished(args.jobs, "publish")
-            head |= {"ceiling_tbs": ceiling(jobs), "rows": rows(jobs)}
+            head |= measured(load_finished(args.jobs, "publish"))
             head = joined(head, before) if before else head
             bench.write(args.out, head)
             print(f"{len(head['rows'])} rows in {args.out}")

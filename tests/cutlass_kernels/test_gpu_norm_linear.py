@@ -5,6 +5,7 @@ import pytest
 import torch
 from attention_cases import needs_sm90
 from capture import captured
+from rooms import Rooms
 
 import cutlass_kernels as ck
 from cutlass_kernels import reference
@@ -85,24 +86,17 @@ def test_the_kernel_is_there_for_one_row_only_and_the_two_ops_for_the_rest(monke
 
 @pytest.mark.parametrize("K, N", [(576, 960), (4096, 512), (5120, 5120), (8192, 16)])
 def test_nothing_outside_of_the_tensors_is_read_or_written(K, N, monkeypatch):
-    def inside(values):
-        room = torch.full((values.numel() + 2048,), float("nan"), device="cuda", dtype=BF16)
-        room[1024 : 1024 + values.numel()] = values.flatten()
-        rooms.append(room)
-        return room[1024 : 1024 + values.numel()].view(values.shape)
-
-    rooms = []
+    rooms = Rooms()
     x, residual, scale, eps, w, b = inputs(K, N, bias=True)
-    given = (inside(x), inside(residual), inside(scale), eps, inside(w), inside(b))
-    empty = lambda like, *shape: inside(torch.zeros(*shape, device=like.device, dtype=like.dtype))
+    given = (*map(rooms.inside, (x, residual, scale)), eps, *map(rooms.inside, (w, b)))
+    empty = lambda like, *shape: rooms.inside(torch.zeros(*shape, device=like.device, dtype=like.dtype))
     monkeypatch.setattr(torch.Tensor, "new_empty", empty)
     torch.cuda.synchronize()
     found = ck.add_norm_linear(*given)
     monkeypatch.undo()
-    assert len(rooms) == 7, "both outputs are in rooms of their own"
+    assert len(rooms.rooms) == 7, "both outputs are in rooms of their own"
     assert same(found, ck.add_norm_linear(x, residual, scale, eps, w, b))
-    assert all(bool(r[:1024].isnan().all()) and bool(r[-1024:].isnan().all()) for r in rooms)
-    assert all(bool(r[1024:-1024].isfinite().all()) for r in rooms)
+    assert rooms.edges_untouched() and rooms.finite()
 
 
 @pytest.mark.parametrize("K, wide", [(4096, 13696), (576, 1536)])

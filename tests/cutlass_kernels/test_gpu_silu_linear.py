@@ -5,6 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import needs_sm90
+from capture import captured
+from rooms import Rooms
 
 import cutlass_kernels as ck
 
@@ -133,24 +135,17 @@ def test_the_kernel_is_there_for_one_row_only_and_torch_and_linear_for_the_rest(
 
 @pytest.mark.parametrize("K, N", [(576, 576), (1536, 576), (13696, 4096), (25600, 16)])
 def test_nothing_outside_of_the_tensors_is_read_or_written(K, N, monkeypatch):
-    def inside(values):
-        room = torch.full((values.numel() + 2048,), float("nan"), device="cuda", dtype=BF16)
-        room[1024 : 1024 + values.numel()] = values.flatten()
-        rooms.append(room)
-        return room[1024 : 1024 + values.numel()].view(values.shape)
-
-    rooms = []
+    rooms = Rooms()
     given = inputs(K, N, bias=True)
-    within = tuple(inside(x) for x in given)
-    empty = lambda like, *shape: inside(torch.zeros(*shape, device=like.device, dtype=like.dtype))
+    within = tuple(rooms.inside(x) for x in given)
+    empty = lambda like, *shape: rooms.inside(torch.zeros(*shape, device=like.device, dtype=like.dtype))
     monkeypatch.setattr(torch.Tensor, "new_empty", empty)
     torch.cuda.synchronize()
     found = ck.silu_mul_linear(*within)
     monkeypatch.undo()
-    assert len(rooms) == 4, "the output is in a room of its own"
+    assert len(rooms.rooms) == 4, "the output is in a room of its own"
     assert torch.equal(found, ck.silu_mul_linear(*given))
-    assert all(bool(r[:1024].isnan().all()) and bool(r[-1024:].isnan().all()) for r in rooms)
-    assert all(bool(r[1024:-1024].isfinite().all()) for r in rooms)
+    assert rooms.edges_untouched() and rooms.finite()
 
 
 @pytest.mark.parametrize("K, wide", [(4096, 13696), (576, 1536), (5120, 25600)])
@@ -167,14 +162,10 @@ def test_a_chain_in_a_graph_is_the_eager_one(K, wide):
             y = ck.silu_mul_linear(ck.linear(y, up), down)
         return ck.linear(y, ups[0])
 
-    chain()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain()
+    graph, written = captured(chain)
     for seed in range(30):
         x.copy_(draw(1, K, seed=seed))
         graph.replay()
-        got = captured.clone()
+        got = written.clone()
         torch.cuda.synchronize()
         assert torch.equal(got, chain()) and bool(got.isfinite().all()) and bool(got.any())

@@ -5,19 +5,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from capture import captured
+from small_models import Quantised
 from torch import nn
 
-from prr_pipeline.models import linear
+from prr_pipeline.models import linear, takeover
 from prr_pipeline.models.linear import RowLinear, fast_linears
-
-
-class Quantised(nn.Linear):
-    """Weights that only its own forward can read."""
 
 
 @pytest.fixture
 def anywhere(monkeypatch):
-    monkeypatch.setattr(linear, "_served", lambda weight: weight.dtype == torch.bfloat16)
+    monkeypatch.setattr(takeover, "served", lambda weight: weight.dtype == torch.bfloat16)
 
 
 @pytest.fixture

@@ -5,27 +5,18 @@ from collections import Counter
 
 import pytest
 import torch
+from capture import captured
+from small_models import LAYERS, SIZES, Quantised
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from prr_pipeline.models import linear, mlp, norm
+from prr_pipeline.models import mlp, takeover
 from prr_pipeline.models.linear import RowLinear, fast_linears
 from prr_pipeline.models.mlp import RowMLP, fast_mlps
 from prr_pipeline.models.norm import adds_fused, fast_norms, fuse_adds, fuse_linears
 
-LAYERS = 2
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-}
 KINDS = ("llama", "qwen3", "glm", "glm4")
 TOKEN = torch.tensor([[7]]), torch.tensor([[3]])
 LINEAR, WHOLE = torch.ops.prr.linear.default, torch.ops.prr.add_norm_linear.default
@@ -34,8 +25,7 @@ GATED, SILU = torch.ops.prr.silu_mul_linear.default, torch.ops.aten.silu.default
 
 @pytest.fixture
 def anywhere(monkeypatch):
-    for module in (norm, linear, mlp):
-        monkeypatch.setattr(module, "_served", lambda weight: weight.dtype == torch.bfloat16)
+    monkeypatch.setattr(takeover, "served", lambda weight: weight.dtype == torch.bfloat16)
 
 
 @pytest.fixture
@@ -157,10 +147,6 @@ class Louder(LlamaMLP):
         return y if x.shape[-2] == 1 else 2 * y
 
 
-class Quantised(nn.Linear):
-    """Weights that only its own forward can read."""
-
-
 def alone(kind=LlamaMLP, **other):
     torch.manual_seed(0)
     return kind(AutoConfig.for_model("llama", **SIZES, **other)).bfloat16()
@@ -214,15 +200,15 @@ def test_long_inputs_go_through_the_forward_of_the_module_s_own_class(anywhere):
 @torch.no_grad()
 def test_layers_first_a_cpu_keeps_its_own_and_twice_is_once(monkeypatch):
     m = nn.ModuleList([alone()])
-    monkeypatch.setattr(mlp, "_served", lambda weight: True)
+    monkeypatch.setattr(takeover, "served", lambda weight: True)
     fast_mlps(m)
     assert type(m[0]) is LlamaMLP, "its layers are no RowLinear"
-    monkeypatch.setattr(linear, "_served", lambda weight: True)
+    monkeypatch.setattr(takeover, "served", lambda weight: True)
     fast_linears(m)
     monkeypatch.undo()
     fast_mlps(m)
     assert type(m[0]) is LlamaMLP and type(m[0].down_proj) is RowLinear
-    monkeypatch.setattr(mlp, "_served", lambda weight: True)
+    monkeypatch.setattr(takeover, "served", lambda weight: True)
     undo = fast_mlps(m)
     again = fast_mlps(m)
     again()
@@ -307,11 +293,7 @@ def test_on_a_gpu_a_graph_of_the_compiled_step_sees_what_it_has_just_written(kin
     options = {"triton.enable_pdl": True, "post_grad_custom_pre_pass": adds_fused()}
     traced = torch.compile(m, fullgraph=True, dynamic=False, options=options)
     x = torch.randn(1, 1, 4096, device="cuda").bfloat16()
-    traced(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = traced(x)
+    graph, y = captured(lambda: traced(x))
     for _ in range(20):
         x.normal_()
         graph.replay()

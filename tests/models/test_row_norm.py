@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from capture import captured
+from small_models import LAYERS, SIZES
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -13,29 +14,17 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from prr_pipeline.models import linear, norm
+from prr_pipeline.models import norm, takeover
 from prr_pipeline.models.linear import fast_linears
 from prr_pipeline.models.norm import RowNorm, adds_fused, fast_norms, fuse_adds, fuse_linears
 
-LAYERS = 2
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-}
 ALONE, ADDED = torch.ops.prr.rms_norm.default, torch.ops.prr.add_rms_norm.default
 LINEAR, WHOLE = torch.ops.prr.linear.default, torch.ops.prr.add_norm_linear.default
 
 
 @pytest.fixture
 def anywhere(monkeypatch):
-    for module in (norm, linear):
-        monkeypatch.setattr(module, "_served", lambda weight: weight.dtype == torch.bfloat16)
+    monkeypatch.setattr(takeover, "served", lambda weight: weight.dtype == torch.bfloat16)
 
 
 @pytest.fixture
@@ -171,7 +160,7 @@ def test_a_cpu_keeps_its_own_and_twice_is_once(monkeypatch):
     m = noisy(nn.Sequential(LlamaRMSNorm(64)))
     fast_norms(m)
     assert type(m[0]) is LlamaRMSNorm
-    monkeypatch.setattr(norm, "_served", lambda weight: True)
+    monkeypatch.setattr(takeover, "served", lambda weight: True)
     undo = fast_norms(m)
     again = fast_norms(m)
     again()

@@ -56,7 +56,7 @@ def by_mode(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def test_rows_have_their_floor_and_what_was_hidden(tmp_path: Path) -> None:
-    rows = by_mode(publish.rows([load_job(job(tmp_path / "a", serial=7.0, prr=6.8, dense=9.0))]))
+    rows = by_mode(publish.measured([load_job(job(tmp_path / "a", serial=7.0, prr=6.8, dense=9.0))])["rows"])
     assert rows["serial"]["floor_ms"] == 5.0, "20 GB at 4 TB/s"
     prr = rows["prr"]
     assert (prr["context"], prr["select_us"], prr["attend_us"], prr["repair_us"]) == (131072, 10.0, 7.5, 5.0)
@@ -66,7 +66,7 @@ def test_rows_have_their_floor_and_what_was_hidden(tmp_path: Path) -> None:
 
 def test_the_floor_is_at_the_best_bandwidth_of_the_jobs(tmp_path: Path) -> None:
     jobs = [load_job(job(tmp_path / name, tbs, serial=7.0)) for name, tbs in (("a", 3.5), ("b", 4.0))]
-    assert {row["floor_ms"] for row in publish.rows(jobs)} == {5.0}
+    assert {row["floor_ms"] for row in publish.measured(jobs)["rows"]} == {5.0}
 
 
 def test_a_job_that_is_not_finished_is_named_and_left_out(
@@ -154,7 +154,7 @@ def test_without_a_gpu_one_line_says_where_to_run_it_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(publish, "rows", lambda _: pytest.fail("a job was read"))
+    monkeypatch.setattr(publish, "measured", lambda _: pytest.fail("a job was read"))
     out = tmp_path / "x.json"
     assert publish.main([str(tmp_path), "--out", str(out)]) == 1
     said = capsys.readouterr().err
