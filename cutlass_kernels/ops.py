@@ -152,7 +152,13 @@ def _sequences(*metadata: Tensor) -> str:
 
 
 def quest_scores(
-    q: Tensor, kmin: Tensor, kmax: Tensor, seq_lens: Tensor, block_size: int, out: Tensor | None = None
+    q: Tensor,
+    kmin: Tensor,
+    kmax: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+    out: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor:
     """Quest's block scores under GQA (PRR A.1): sum_d max(qm_d kmin_d, qm_d kmax_d), qm the mean query of the group.
 
@@ -164,6 +170,9 @@ def quest_scores(
         seq_lens: [B] int32, tokens.
         block_size: tokens a block.
         out: [B, H_kv, N] float32, allocated when None.
+        early: on a GPU, load the lengths and the extrema of all blocks but the newest before the op in front on the
+            stream has ended. It must not write them, as append_quest does not, and must itself have waited for what
+            does, as every op here has.
     """
     out = q.new_empty((q.shape[0], *kmin.shape[1:3]), dtype=torch.float32) if out is None else out
     d = Dims("quest_scores")
@@ -175,7 +184,7 @@ def quest_scores(
     d("out", out, "B H N", torch.float32)
     d.groups()
     check_positive("quest_scores", block_size=block_size)
-    torch.ops.prr.quest_scores(q, kmin, kmax, seq_lens, block_size, out)
+    torch.ops.prr.quest_scores(q, kmin, kmax, seq_lens, block_size, early, out)
     return out
 
 

@@ -129,7 +129,9 @@ def window_mean(keys: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------- scores
-def quest_scores(q: Tensor, kmin: Tensor, kmax: Tensor, seq_lens: Tensor, block_size: int, scores: Tensor) -> None:
+def quest_scores(
+    q: Tensor, kmin: Tensor, kmax: Tensor, seq_lens: Tensor, block_size: int, early: bool, scores: Tensor
+) -> None:
     """Upper bound of mean(q of the group) . k over the keys of a block."""
     B = q.shape[0]
     _, H, N, D = kmin.shape

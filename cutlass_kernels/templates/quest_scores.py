@@ -22,7 +22,8 @@ class QuestScores:
     widened, and half of them never are.
 
     The extrema of the newest block, and perhaps the lengths, are written by launches before this one, so that nothing
-    is loaded before they end. Asking the L2 for the tile until then made it slower, as did a ring of bulk copies.
+    is loaded before they end. Asking the L2 for the tile until then made it slower, as did a ring of bulk copies. Where
+    the launch in front is known to write the newest block alone (`early`), all others are loaded before it ends.
     """
 
     SERVES = {
@@ -48,6 +49,7 @@ class QuestScores:
             blocks,
             common.fake(Int32, (B,), 4),
             Int32(1),
+            Int32(0),
             common.fake(Float32, (B, Hkv, N), 4),
         )
 
@@ -59,11 +61,12 @@ class QuestScores:
         kmax: cute.Tensor,
         seq_lens: cute.Tensor,
         block_size: Int32,
+        early: Int32,
         scores: cute.Tensor,
         stream: CUstream,
     ):
-        """Launch: q [B, Hq, D], kmin, kmax [B | 1, H_kv, N, D], seq_lens [B], scores [B, H_kv, N] float32."""
-        self.kernel(q, kmin, kmax, seq_lens, block_size, scores).launch(
+        """Launch: q [B, Hq, D], kmin, kmax [B | 1, H_kv, N, D], seq_lens [B], early 0 or 1, scores [B, H_kv, N]."""
+        self.kernel(q, kmin, kmax, seq_lens, block_size, early, scores).launch(
             grid=[cute.ceil_div(kmin.shape[2], self.tile), kmin.shape[1], q.shape[0]],
             block=[self.warps * 32, 1, 1],
             stream=stream,
@@ -79,6 +82,7 @@ class QuestScores:
         kmax: cute.Tensor,
         seq_lens: cute.Tensor,
         block_size: Int32,
+        early: Int32,
         scores: cute.Tensor,
     ):
         """One tile of blocks of a row."""
@@ -89,23 +93,38 @@ class QuestScores:
         smem = SmemAllocator()
         heads = smem.allocate_tensor(self.dtype, cute.make_layout((self.D, self.G)), 16)
         means = smem.allocate_tensor(Float32, cute.make_layout((self.D,)), 16)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if early == 0:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         n = cutlass.min((seq_lens[b] + block_size - 1) // block_size, N)
         of = cutlass.min(b, kmin.shape[0] - 1)  # one sequence's, or one each
         if start < n:
+            last = cutlass.max(n - 1 - early, 0)  # of those that are there
             low = cute.make_rmem_tensor((8, self.rows), self.dtype)
             high = cute.make_rmem_tensor((8, self.rows), self.dtype)
             for i in range_constexpr(self.rows):
-                at = cutlass.min(row + i * self.step, n - 1)
-                cute.autovec_copy(cute.local_tile(kmin[of, h, at, None], (8,), (lane,)), low[None, i])
-                cute.autovec_copy(cute.local_tile(kmax[of, h, at, None], (8,), (lane,)), high[None, i])
+                self.extrema(kmin, kmax, of, h, cutlass.min(row + i * self.step, last), lane, low, high, i)
+            if early != 0:
+                cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
+                for i in range_constexpr(self.rows):
+                    if row + i * self.step == n - 1:
+                        self.extrema(kmin, kmax, of, h, n - 1, lane, low, high, i)
             mean = self.mean_query(q, heads, means, b, h, lane)  # its barriers keep the loads above in front
             self.score(mean, self.signs(mean), low, high, scores, b, h, row, lane, n)
         else:
+            if early != 0:
+                cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
             for i in range_constexpr(self.rows):
                 if lane == 0 and row + i * self.step < N:
                     scores[b, h, row + i * self.step] = -Float32.inf
+
+    @cute.jit
+    def extrema(self, kmin, kmax, of, h, at, lane, low, high, i: cutlass.Constexpr):
+        """This lane's piece of a block's."""
+        cute.autovec_copy(cute.local_tile(kmin[of, h, at, None], (8,), (lane,)), low[None, i])
+        cute.autovec_copy(cute.local_tile(kmax[of, h, at, None], (8,), (lane,)), high[None, i])
 
     @cute.jit
     def signs(self, mean):
@@ -192,7 +211,9 @@ class QuestScores:
         return wide
 
 
-def quest_scores(q: Tensor, kmin: Tensor, kmax: Tensor, seq_lens: Tensor, block_size: int, scores: Tensor) -> None:
+def quest_scores(
+    q: Tensor, kmin: Tensor, kmax: Tensor, seq_lens: Tensor, block_size: int, early: bool, scores: Tensor
+) -> None:
     """The op quest_scores for CUDA tensors."""
     group, head_dim = q.shape[1] // kmin.shape[1], q.shape[2]
     asked = {"head size": head_dim, "group size": group, "dtype": q.dtype}
@@ -200,4 +221,4 @@ def quest_scores(q: Tensor, kmin: Tensor, kmax: Tensor, seq_lens: Tensor, block_
     templates.door("quest_scores", q=q, kmin=kmin, kmax=kmax)
     if scores.numel():
         kernel = compiled(QuestScores, dtype=templates.name(q.dtype), head_dim=head_dim, group=group)
-        kernel(q, kmin, kmax, seq_lens, block_size, scores)
+        kernel(q, kmin, kmax, seq_lens, block_size, int(early), scores)

@@ -40,4 +40,4 @@ class Quest(SparseMethod):
 
     def score(self, q: Tensor, meta: Metadata, seq_lens: Tensor, scale: float, out: Tensor) -> None:
         """See SparseMethod; scale is unused, since it does not change the ranking."""
-        ck.quest_scores(q, meta["kmin"], meta["kmax"], seq_lens, self.block_size, out=out)
+        ck.quest_scores(q, meta["kmin"], meta["kmax"], seq_lens, self.block_size, out, early=True)

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from cutlass_kernels import Selection, infllm_scores, ops, predict, quest_scores, reference, select
+from cutlass_kernels import Selection, append_quest, infllm_scores, ops, predict, quest_scores, reference, select
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (SM90)")]
@@ -59,7 +59,7 @@ def quest_problem(B, H, G, D, N, block, dtype, tokens):
 
 
 def check_quest(got, q, kmin, kmax, seq, block):
-    want = oracle("quest_scores", q, kmin, kmax, seq, block, torch.empty_like(got))[-1]
+    want = oracle("quest_scores", q, kmin, kmax, seq, block, False, torch.empty_like(got))[-1]
     assert torch.equal(torch.isinf(got).cpu(), torch.isinf(want))
     size = q.float().abs().mean() * q.shape[2]  # of the sums that are rounded
     finite = torch.isfinite(want)
@@ -97,6 +97,34 @@ def test_quest_scores_replayed_longer():
         out.fill_(NAN)
         graph.replay()
         check_quest(out, q, kmin, kmax, seq, 16)
+
+
+@pytest.mark.parametrize("T", (16, 64))
+def test_quest_scores_behind_an_append_that_they_do_not_wait_for(T):
+    """Layers that share q and lengths; the newest block is written right in front, in the first tile or a later one."""
+    N, layers = 300, 3
+    k, v = (torch.zeros(2, 2, N, T, 128, device=DEV).bfloat16() for _ in range(2))
+    meta = torch.randn(2, layers, 2, 2, N, 128, device=DEV).bfloat16()
+    new, qs = (torch.randn(layers, 2, h, 128, device=DEV).bfloat16() for h in (2, 8))
+    q, seq, tokens = torch.empty_like(qs[0]), lens(1, 1), lens(N * T, 1)
+    out = torch.empty(layers, 2, 2, N, device=DEV)
+
+    def step():
+        for i in range(layers):
+            seq.copy_(tokens)
+            q.copy_(qs[i])
+            append_quest(new[i], new[i], k, v, *meta[:, i], seq)
+            quest_scores(q, *meta[:, i], seq, T, out[i], early=True)
+
+    graph = capture(step)
+    for turn in range(40):
+        tokens.copy_(torch.randint(0 if turn % 2 else N * T - 40, N * T + 1, (2,)))
+        for x in (meta, new, qs):
+            x.normal_()
+        out.fill_(NAN)
+        graph.replay()
+        for i in range(layers):
+            assert torch.equal(out[i], quest_scores(qs[i], *meta[:, i], seq, T))
 
 
 # ---------------------------------------------------------------------------------------------------- infllm_scores

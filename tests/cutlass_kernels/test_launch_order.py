@@ -75,6 +75,16 @@ def test_beside_a_selection_attention_starts_at_once_and_the_selection_waits(ker
     assert [what for _, what in marks] == [WAIT, START, START, WAIT]
 
 
+def test_early_scores_ask_for_extrema_in_front_of_the_wait_and_for_the_newest_block_again_behind_it(kernels):
+    """The first wait and start are of the way that is not early."""
+    ptx = kernels["QuestScores"]
+    waits, loads = places(ptx, WAIT), places(ptx, r"ld\.global\.v4")
+    assert len(waits) == len(places(ptx, START)) == 3
+    behind = [at for at in loads if waits[1] < at]
+    before = [at for at in loads if waits[0] < at < waits[1]]
+    assert len(before) == 2 * 4 and len(behind) >= 2 * 4 and not [at for at in loads if at < waits[0]]
+
+
 def test_an_early_merge_lets_the_next_one_start_before_it_reads_partials(kernels):
     ptx = kernels["Merge"]
     wait, start = (places(ptx, what)[0] for what in (WAIT, START))

@@ -311,7 +311,7 @@ def test_opcheck(op: str) -> None:
         "append": (*cache, p.seq_lens, p.page_table),
         "append_quest": (*cache, m["kmin"], m["kmax"], p.seq_lens, p.page_table),
         "append_infllm": (*cache, m["k1"], m["k2"], p.seq_lens, *sizes[1:], p.page_table),
-        "quest_scores": (p.q, m["kmin"], m["kmax"], p.seq_lens, 16, torch.empty_like(a.scores)),
+        "quest_scores": (p.q, m["kmin"], m["kmax"], p.seq_lens, 16, False, torch.empty_like(a.scores)),
         "infllm_scores": (p.q, m["k1"], m["k2"], p.seq_lens, 0.25, *sizes, False, torch.empty_like(a.scores)),
         "select": (a.scores, p.seq_lens, 16, 0, 1, ids, *a.selection),
         "predict": (a.scores, *state, p.seq_lens, 16, 0, 1, ids.clone()),
