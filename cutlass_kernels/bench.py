@@ -10,7 +10,6 @@ import datetime
 import json
 import logging
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -45,30 +44,16 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
 
 
 def graph_time(call: Callable[[int], object], sets: int, replays: int = 25) -> float:
-    """Median microseconds of a call inside a CUDA graph of at least 16 of them."""
-    import torch
+    """Median microseconds of a call inside a CUDA graph of at least 16 of them, on each set of buffers in turn."""
+    from cutlass_kernels.graph import replay_us
 
     n = sets * max(1, -(-16 // sets))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for i in range(min(3, n)):
-            call(i)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def body() -> None:
         for i in range(n):
             call(i)
-    times = []
-    for _ in range(replays):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / n)
-    return statistics.median(times[2:] or times)
+
+    return replay_us(body, replays) / n
 
 
 def _git(*args: str) -> str:

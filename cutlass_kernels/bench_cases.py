@@ -395,7 +395,7 @@ def _layer(case: Case) -> Calls:
     P: list[Tensor] = []
 
     def score(i: int) -> None:
-        ck.quest_scores(x.q, *meta[i], x.lens, case.block, out=scores)
+        ck.quest_scores(x.q, *meta[i], x.lens, case.block, scores, early=True)  # as in a decode step
 
     def serial(i: int) -> object:
         i %= x.sets

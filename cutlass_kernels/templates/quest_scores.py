@@ -23,8 +23,8 @@ class QuestScores:
 
     The extrema of the newest block, and perhaps the lengths, are written by launches before this one, so that nothing
     is loaded before they end. Asking the L2 for the tile until then made it slower, as did a ring of bulk copies. Where
-    the launch in front is known to write the newest block alone (`early`), all others are loaded before it ends.
-    (Measured: .5 us a layer of a decode step of GLM-4 at 128K tokens.)
+    the launch in front is known to write the newest block alone (`early`), all others are loaded before it ends, and
+    nothing of that one, whose old bytes the L1 could keep. (Measured: .5 us a layer of GLM-4 at 128K tokens.)
     """
 
     SERVES = {
@@ -33,8 +33,9 @@ class QuestScores:
         "dtype": (torch.bfloat16, torch.float16),
     }
 
-    def __init__(self, dtype: str, head_dim: int, group: int, rows: int = 4, warps: int = 8):
-        self.dtype, self.D, self.G, self.rows, self.warps = common.DTYPES[dtype], head_dim, group, rows, warps
+    def __init__(self, dtype: str, head_dim: int, group: int, early: bool, rows: int = 4, warps: int = 8):
+        self.dtype, self.D, self.G, self.early = common.DTYPES[dtype], head_dim, group, early
+        self.rows, self.warps = rows, warps
         self.lanes = head_dim // 8
         self.step = warps * 32 // self.lanes  # blocks that the threads of a CTA read at once
         self.tile = self.step * rows
@@ -50,7 +51,6 @@ class QuestScores:
             blocks,
             common.fake(Int32, (B,), 4),
             Int32(1),
-            Int32(0),
             common.fake(Float32, (B, Hkv, N), 4),
         )
 
@@ -62,12 +62,11 @@ class QuestScores:
         kmax: cute.Tensor,
         seq_lens: cute.Tensor,
         block_size: Int32,
-        early: Int32,
         scores: cute.Tensor,
         stream: CUstream,
     ):
-        """Launch: q [B, Hq, D], kmin, kmax [B | 1, H_kv, N, D], seq_lens [B], early 0 or 1, scores [B, H_kv, N]."""
-        self.kernel(q, kmin, kmax, seq_lens, block_size, early, scores).launch(
+        """Launch: q [B, Hq, D], kmin, kmax [B | 1, H_kv, N, D], seq_lens [B], scores [B, H_kv, N] float32."""
+        self.kernel(q, kmin, kmax, seq_lens, block_size, scores).launch(
             grid=[cute.ceil_div(kmin.shape[2], self.tile), kmin.shape[1], q.shape[0]],
             block=[self.warps * 32, 1, 1],
             stream=stream,
@@ -83,7 +82,6 @@ class QuestScores:
         kmax: cute.Tensor,
         seq_lens: cute.Tensor,
         block_size: Int32,
-        early: Int32,
         scores: cute.Tensor,
     ):
         """One tile of blocks of a row."""
@@ -94,32 +92,34 @@ class QuestScores:
         smem = SmemAllocator()
         heads = smem.allocate_tensor(self.dtype, cute.make_layout((self.D, self.G)), 16)
         means = smem.allocate_tensor(Float32, cute.make_layout((self.D,)), 16)
-        if early == 0:
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(not self.early):
+            self.wait()
         n = cutlass.min((seq_lens[b] + block_size - 1) // block_size, N)
         of = cutlass.min(b, kmin.shape[0] - 1)  # one sequence's, or one each
-        if start < n:
-            last = cutlass.max(n - 1 - early, 0)  # of those that are there
-            low = cute.make_rmem_tensor((8, self.rows), self.dtype)
-            high = cute.make_rmem_tensor((8, self.rows), self.dtype)
+        low = cute.make_rmem_tensor((8, self.rows), self.dtype)
+        high = cute.make_rmem_tensor((8, self.rows), self.dtype)
+        last = n - 1 - int(self.early)  # of the blocks that are loaded at once
+        if start <= last:
             for i in range_constexpr(self.rows):
                 self.extrema(kmin, kmax, of, h, cutlass.min(row + i * self.step, last), lane, low, high, i)
-            if early != 0:
-                cute.arch.griddepcontrol_wait()
-                cute.arch.griddepcontrol_launch_dependents()
-                for i in range_constexpr(self.rows):
-                    if row + i * self.step == n - 1:
-                        self.extrema(kmin, kmax, of, h, n - 1, lane, low, high, i)
+        if const_expr(self.early):
+            self.wait()
+            for i in range_constexpr(self.rows):
+                if row + i * self.step == n - 1:
+                    self.extrema(kmin, kmax, of, h, n - 1, lane, low, high, i)
+        if start < n:
             mean = self.mean_query(q, heads, means, b, h, lane)  # its barriers keep the loads above in front
             self.score(mean, self.signs(mean), low, high, scores, b, h, row, lane, n)
         else:
-            if early != 0:
-                cute.arch.griddepcontrol_wait()
-                cute.arch.griddepcontrol_launch_dependents()
             for i in range_constexpr(self.rows):
                 if lane == 0 and row + i * self.step < N:
                     scores[b, h, row + i * self.step] = -Float32.inf
+
+    @cute.jit
+    def wait(self):
+        """For the launch in front; what is behind may start."""
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def extrema(self, kmin, kmax, of, h, at, lane, low, high, i: cutlass.Constexpr):
@@ -221,5 +221,5 @@ def quest_scores(
     templates.serve("quest_scores", q, QuestScores.SERVES, asked)
     templates.door("quest_scores", q=q, kmin=kmin, kmax=kmax)
     if scores.numel():
-        kernel = compiled(QuestScores, dtype=templates.name(q.dtype), head_dim=head_dim, group=group)
-        kernel(q, kmin, kmax, seq_lens, block_size, int(early), scores)
+        kernel = compiled(QuestScores, dtype=templates.name(q.dtype), head_dim=head_dim, group=group, early=early)
+        kernel(q, kmin, kmax, seq_lens, block_size, scores)

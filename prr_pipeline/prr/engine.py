@@ -132,10 +132,11 @@ class Generator(Protocol):
 
 
 def digest(logits: Tensor) -> Tensor:
-    """64 bits that differ, but for a chance of 2^-64, where any bit of the logits does. [1, vocab] -> [1] int64."""
-    words = {2: torch.int16, 4: torch.int32}[logits.element_size()]
-    bits = logits.view(words).long()
-    return (bits * _weights(bits.shape[1], logits.device)).sum(1)  # wraps around; the order does not matter
+    """64 bits that differ, but for a chance of about 2^-60, where the logits do. [1, vocab] -> [1] int64."""
+    bits = logits.view({2: torch.int16, 4: torch.int32}[logits.element_size()])
+    mixed = bits * _weights(bits.shape[1], logits.device)
+    mixed ^= mixed >> 29  # or two sign bits could cancel: their differences are a few high bits each
+    return mixed.sum(1)  # wraps around; the order does not matter
 
 
 @cache
@@ -384,7 +385,7 @@ class Decoder:
                 kept = all_or_nothing(chosen) if self.mode.all_or_nothing else chosen
                 out, _ = ck.repair(q, at.k, at.v, kept, *partials, lens, scale)
         with self.clock("stats"):
-            refuse_nan(self.scores, self.cache.length, method)
+            refuse_nan(self.scores.isnan().any()[None], self.cache.length, method)
             self.layer_stats[layer] = LayerStats.of(chosen, predicted, self.last_ids.get(layer), lens, method)
             self.last_ids[layer] = chosen.ids
         with self.clock("predict"):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cutlass_kernels.graph import recorded
 from prr_pipeline.models.attention import attached
 from prr_pipeline.models.cache import KVCache
 from prr_pipeline.models.linear import fast_linears
@@ -43,34 +44,6 @@ class GraphOptions:
     linears: bool = True
 
 
-def recorded(body: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """The CUDA graph of what body launches; it is run once before (compilation, loading of kernels)."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        body()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    left: list[BaseException] = []
-
-    def recording() -> None:
-        try:
-            body()
-        except BaseException as error:
-            left.append(error)
-            raise
-
-    try:
-        with torch.cuda.graph(graph, pool=pool):
-            recording()
-    except BaseException as error:  # Ctrl-C in a capture makes its end fail, too, which would pass for a fault
-        left.append(error)
-    if left:
-        raise left[0]
-    return graph
-
-
 class _Log:
     """What the steps of a burst did; slot i of every tensor is its i-th step."""
 
@@ -82,6 +55,7 @@ class _Log:
             return torch.zeros(burst, dtype=torch.int64, device=phase.device)
 
         self.tokens, self.digests = words(), words()
+        self.nan = torch.zeros(burst, dtype=torch.bool, device=phase.device)  # whether a score was
         self.ids, self.missed, self.counts = like(phase.ids), like(phase.missed), like(phase.counts)
         self.slot = torch.zeros(1, dtype=torch.int64, device=phase.device)
 
@@ -153,7 +127,11 @@ class GraphRunner:
             q, k, v = (x[:, :, 0].contiguous() for x in (q, k, v))
         else:
             q, k, v = (x[layer] for x in self.fed)
-        return self.phase.run(self.plan, layer, q, k, v, scale)[:, None]
+        out = self.phase.run(self.plan, layer, q, k, v, scale)[:, None]
+        if self.plan.sparse and layer == self.engine.layers - 1:
+            with forked(self.phase.learn):  # beside what is left of the model
+                self.log.nan.index_copy_(0, self.log.slot, self.phase.scores.isnan().any()[None])
+        return out
 
     # ------------------------------------------------------------------------------------------ bursts
     def prepare(self, start: Prefilled, sampler: Sampler, limit: int, plans: list[Plan]) -> None:
@@ -190,12 +168,17 @@ class GraphRunner:
         return self.plan, self.temperature, self.top_p
 
     def _capture(self, length: int) -> None:
-        """Run a step once (compilation, loading of kernels), then record one. Leaves the cache to be rewound."""
+        """Run a step once (compilation, loading of kernels), then record one. Leaves the cache to be rewound.
+
+        A first replay is slower than those behind it, so that it is done here: all modes shall begin alike.
+        """
         begin = time.perf_counter()
         log.info("decode: building the CUDA graph of %s", self.plan)
         self.place(length)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        self._graphs[self._key()] = recorded(lambda: self._eager(1), self._pool)
+        graph = self._graphs[self._key()] = recorded(lambda: self._eager(1), self._pool)
+        self.place(length)
+        graph.replay()
         log.info("decode: graph ready after %.1f s", time.perf_counter() - begin)
 
     def place(self, length: int) -> None:
@@ -244,8 +227,8 @@ class GraphRunner:
         """What the layers of each of a burst's steps did; context: tokens at the first of them."""
         if not (self.plan.sparse and self.phase.logs):
             return [{} for _ in range(steps)]
-        refuse_nan(self.phase.scores[self.phase.method.dense_layers :], context + steps - 1, self.phase.method)
         book, ahead = self.log, self.ahead_log(self.plan.width)
+        refuse_nan(book.nan[:steps], context, self.phase.method)
         lens = torch.arange(context, context + steps, dtype=torch.int32, device=self.engine.device)
         sums = []
         for i in range(steps):

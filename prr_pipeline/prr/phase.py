@@ -15,7 +15,7 @@ Nothing is allocated that another stream touches, and nothing asks the device: t
 graph and replayed with other contents. On a CPU the same calls run one after the other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -102,7 +102,7 @@ class AttentionPhase:
         self._ints = ints
         self._partials: dict[tuple[object, ...], Partials] = {}
         self.halves = K > _ONE_LAUNCH
-        self.dense = _Dense(cache, self.group)
+        self.dense = _Dense(cache, self.group, self._buffers)
         self.learn: Stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def selection(self, layer: int) -> ck.Selection:
@@ -256,9 +256,9 @@ def _fresh(q: Tensor) -> Partials:
 class _Dense:
     """Attention over all tokens. Many blocks are taken wide and merged in two levels, few as a selection of all."""
 
-    def __init__(self, cache: KVCache, group: int):
-        B, H, N, T, D = cache.layers[0].k.shape
-        self.cache, self.wide = cache, 1
+    def __init__(self, cache: KVCache, group: int, buffers: Callable[..., Partials]):
+        B, H, N, T, _ = cache.layers[0].k.shape
+        self.cache, self.group, self.buffers, self.wide = cache, group, buffers, 1
         if N > 512:  # what one merge takes
             while T * self.wide < _WIDE and N % (2 * self.wide) == 0:
                 self.wide *= 2
@@ -268,30 +268,16 @@ class _Dense:
             self.first *= 2
         device = cache.layers[0].k.device
         self.ids = torch.arange(parts, dtype=torch.int32, device=device).expand(B, H, parts).contiguous()
-        self.shape = (B, H, parts, group, D)
-        self._buffers: list[Partials] = []
 
     def __call__(self, at: LayerCache, q: Tensor, scale: float) -> Tensor:
         """q: [B, Hq, D] -> [B, Hq, D], allocated."""
-        B, H, parts, G, D = self.shape
-        if not self._buffers:
-            self._allocate()
-        o, lse = self._buffers[0]
-        k, v = (x.view(B, H, parts, -1, D) for x in (at.k, at.v))
+        (B, H, parts), G = self.ids.shape, self.group
+        o, lse = self.buffers("dense", B, H, parts, G)
+        k, v = (x.view(B, H, parts, -1, x.shape[4]) for x in (at.k, at.v))
         ck.attend(q, k, v, self.ids, self.cache.seq_lens, scale, out=(o, lse))
         if self.first > 1:
             n = parts // self.first
-            half = self._buffers[1]
-            ck.merge(o.view(B, H * n, self.first, G, D), lse.view(B, H * n, self.first, G), half)
+            half = self.buffers("dense halfway", B, H * n * G)
+            ck.merge(o.view(B, H * n, self.first, G, -1), lse.view(B, H * n, self.first, G), half)
             o, lse = (x.view(B, H, n, G, *x.shape[2:]) for x in half)
         return ck.merge(o, lse, _fresh(q), early=True)[0]
-
-    def _allocate(self) -> None:
-        B, H, parts, G, D = self.shape
-
-        def room(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=self.ids.device)
-
-        self._buffers = [(room(B, H, parts, G, D), room(B, H, parts, G))]
-        n = H * parts // self.first * G
-        self._buffers.append((room(B, n, D), room(B, n)))

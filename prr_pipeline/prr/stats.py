@@ -53,16 +53,17 @@ class LayerStats:
         return self.predicted - (self.chosen - self.missed)
 
 
-def refuse_nan(scores: Tensor, tokens: int, method: SparseMethod) -> None:
-    """A block whose score is NaN is never selected: a method must not give one to a block with tokens.
+def refuse_nan(found: Tensor, tokens: int, method: SparseMethod) -> None:
+    """A block whose score is NaN is never selected: a method must not give one.
 
-    scores: [..., N] at a step with so many tokens.
+    found: [steps] bool, whether it did. tokens: in the cache at the first of these steps; each adds one.
 
     Raises:
-        ConfigError: names the method.
+        ConfigError: names the method and the first of them.
     """
-    if bool(scores[..., : method.blocks(tokens)].isnan().any()):
-        cls = type(method)
+    at = found.tolist()
+    if True in at:
+        cls, tokens = type(method), tokens + at.index(True)
         raise ConfigError(
             f"dsa={method.name} ({cls.__module__}.{cls.__qualname__}) gave NaN as a block's score at {tokens} tokens"
         )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long the parts of the attention phase take on a GPU: each in a CUDA graph over several layers, nothing in cache.
 
-A part is timed as it runs in a step, once a layer, each layer with keys and values of its own; together they exceed the
-L2 cache, so that every read comes from memory. A time is the median of replays over the number of layers.
+A part is timed as it runs in a step, once a layer, each layer with keys and values of its own. Between replays other
+memory is read until the L2 holds nothing else, as weights leave it in a step, so that every read comes from memory. A
+time is the median of replays over the number of layers.
 """
 
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,29 +13,22 @@ import torch
 from torch import Tensor
 
 import cutlass_kernels as ck
+from cutlass_kernels.graph import replay_us
 from prr_pipeline.dsa.base import SparseMethod
 from prr_pipeline.models.cache import KVCache
-from prr_pipeline.prr.graphs import recorded
 from prr_pipeline.prr.phase import AttentionPhase, Partials, Plan
 from prr_pipeline.prr.synthetic import Motion, block_keys, head_queries, scored
 
-_COLD = 1 << 29  # bytes of keys and values that no cache holds
+_SIZE = 1 << 29  # bytes of keys and values of all layers that are timed, about
 _LEAST = 8  # layers, so that starting a graph is a small part of its time
+_OTHER = 1 << 26  # numbers of other memory: four times what the largest L2 holds
 _REPLAYS = 21
 
 
 def graph_us(body: Callable[[], object], replays: int = _REPLAYS) -> float:
-    """Median microseconds of a replay of what body launches."""
-    graph = recorded(body)
-    times = []
-    for _ in range(replays):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        graph.replay()
-        last.record()
-        last.synchronize()
-        times.append(first.elapsed_time(last) * 1e3)
-    return statistics.median(times)
+    """Median microseconds of a replay of what body launches, with nothing of it in the L2."""
+    other = torch.zeros(_OTHER, dtype=torch.float32, device="cuda")
+    return replay_us(body, replays, other.sum)  # read, not written: what was written has to leave the L2 later
 
 
 class PhaseTimes:
@@ -43,7 +36,7 @@ class PhaseTimes:
 
     Args:
         method: the sparse method.
-        layers, q_heads, kv_heads, head_dim: of the model; as many layers are timed as make reads cold.
+        layers, q_heads, kv_heads, head_dim: of the model; some layers are timed, fewer of a long context.
         context: tokens in the cache.
         motion, block_weight: of the synthetic queries and keys, see prr_pipeline.prr.synthetic.
         theta: of the predictor that has seen the last `rows` steps.
@@ -66,7 +59,7 @@ class PhaseTimes:
     ):
         device = torch.device("cuda")
         a_layer = 2 * kv_heads * head_dim * context * dtype.itemsize
-        count = min(layers - method.dense_layers, max(_LEAST, -(-_COLD // a_layer)))
+        count = min(layers - method.dense_layers, max(_LEAST, -(-_SIZE // a_layer)))
         self.skip = method.dense_layers
         self.cache = KVCache(method, count + self.skip, 1, kv_heads, head_dim, context, dtype, device)
         self.layers = range(self.skip, self.skip + count)

@@ -107,7 +107,7 @@ def _steps(job: Job, context: int, rows: list[Row]) -> float:
 
     def us(name: str, budget: BudgetPolicy, **changed: Any) -> float:
         mode, times = replace(Mode.build(name, job.runtime.repair, budget), **changed), []
-        for _ in range(2):  # the first replays of a graph are slower
+        for _ in range(2):
             steps = engine.decoder(start, mode, thetas).generate(Sampler(0, 1, 0, "profile"), room, set())
             times.append(statistics.fmean(s.stats.ms for s in steps if s.stats) * 1e3)
         return round(min(times), 3)

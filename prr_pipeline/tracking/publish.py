@@ -8,8 +8,8 @@ the read bandwidth of the GPU: the highest that a profile of these jobs measured
 placed was seen to give an eighth less. hidden is what prr saves over serial, both in CUDA graphs, over what
 speculation could hide at best: in every layer that selects, the shorter of selection (scores and top-K) and attention
 over P. Run it on the machine of the jobs: the file names its GPU and driver. With --keep, jobs that are in the file and
-not published anew stay in it with the commit that they are of, and get their floor at the new bandwidth. Later,
-anywhere, the file becomes a table:
+not published anew (a job is its configuration's hash) stay in it with the commit that they are of, and get their floor
+at the new bandwidth. Later, anywhere, the file becomes a table:
 
     python -m prr_pipeline.tracking.publish --out runs/published/h200/decode.json --document README.md
 """
@@ -53,7 +53,7 @@ def _profile(folder: Path) -> Row:
 def _rows(job: Row, profile: Row, ceiling: float | None) -> list[Row]:
     lines = (job["folder"] / "decode" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     samples = [json.loads(line) for line in lines]
-    found = [_row(row, job["config"], samples, profile, ceiling) for row in job["rows"]]
+    found = [{"job": job["folder"].name} | _row(row, job["config"], samples, profile, ceiling) for row in job["rows"]]
     serial = {row["task"]: row for row in found if row["mode"] == "serial"}
     for row in found:
         row["hidden"] = _hidden(row, serial[row["task"]])
@@ -84,13 +84,17 @@ def _floor(read: float | None, ceiling: float | None) -> float | None:
 
 
 def _parts(profile: Row, context: int, delta: float | None) -> Row:
-    """Us of a layer's parts at the nearest profiled context; of attention over P where there is a P, else over A."""
+    """Us of a layer's parts at the nearest profiled context; of attention over P where there is a P, else over A.
+
+    None where no delta is the row's: a mean over samples of several, say.
+    """
+    unknown = dict.fromkeys(("select_us", "attend_us", "repair_us"))
     if not profile:
-        return dict.fromkeys(("select_us", "attend_us", "repair_us"))
+        return unknown
     nearest = min((r["context"] for r in profile["rows"]), key=lambda c: abs(c - context))
     at = {r["delta"]: r for r in profile["rows"] if r["context"] == nearest}
-    if delta in at:
-        return {key: at[delta].get(key) for key in ("select_us", "attend_us", "repair_us")}
+    if delta:
+        return {key: at.get(delta, {}).get(key) for key in unknown}
     parts = next(p for p in profile["breakdown"] if p["context"] == nearest)
     return {"select_us": parts["select_us"], "attend_us": parts["attend_us"], "repair_us": None}
 
@@ -110,18 +114,13 @@ def joined(head: Row, before: Row) -> Row:
     """
     if head["gpu"] != before["gpu"]:
         raise ValueError(f"--keep: what is there was measured on {before['gpu']}, this on {head['gpu']}")
-    new = {_case(row) for row in head["rows"]}
+    new = {row["job"] for row in head["rows"]}
     kept = [
         {"commit": before["commit"], **row, "floor_ms": _floor(row.get("read_bytes"), head["ceiling_tbs"])}
         for row in before["rows"]
-        if _case(row) not in new
+        if row["job"] not in new
     ]
     return {**head, "rows": head["rows"] + kept}
-
-
-def _case(row: Row) -> tuple[Any, ...]:
-    keys = ("model", "weights", "device", "dsa", "benchmark", "task", "context", "budget_tokens", "budget_policy")
-    return tuple(row[key] for key in keys)
 
 
 def _published(path: Path) -> Row:
@@ -151,16 +150,11 @@ def table(data: Row) -> str:
     older = report.others(data, lambda r: f"{r['model']} x {r['dsa']} at {report.count(r['context'])}")
     lines = [f"{report.origin(data)}: ms a token{at}{older}", ""]
     body = []
-    jobs: list[tuple[tuple[Any, ...], dict[str, Row]]] = []
+    jobs: dict[tuple[Any, ...], dict[str, Row]] = {}
     for r in data["rows"]:
         what = f"{r['model']} ({r['weights']} weights) x {r['dsa']}"
-        key = (what, r["task"], r["context"], r["budget_tokens"])
-        modes = next((modes for other, modes in reversed(jobs) if other == key), None)
-        if modes is None or r["mode"] in modes:  # the same again is another job's
-            modes = {}
-            jobs.append((key, modes))
-        modes[r["mode"]] = r
-    for (what, task, context, budget), modes in sorted(jobs, key=lambda job: job[0]):
+        jobs.setdefault((what, r["task"], r["context"], r["budget_tokens"], r["job"]), {})[r["mode"]] = r
+    for (what, task, context, budget, _), modes in sorted(jobs.items(), key=lambda job: job[0]):
         prr = modes.get("prr", {})
         name = what if task == "locality" else f"{what}, {task}"
         cells = [name, report.count(context), report.count(budget)]

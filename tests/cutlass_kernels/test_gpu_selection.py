@@ -117,8 +117,10 @@ def test_quest_scores_behind_an_append_that_they_do_not_wait_for(T):
             quest_scores(q, *meta[:, i], seq, T, out[i], early=True)
 
     graph = capture(step)
-    for turn in range(40):
-        tokens.copy_(torch.randint(0 if turn % 2 else N * T - 40, N * T + 1, (2,)))
+    edges = [(0, 1), (1, T), (T, T + 1), (2 * T, 2 * T + 1)]
+    some = [torch.randint(0 if turn % 2 else N * T - 40, N * T + 1, (2,)) for turn in range(40)]
+    for pair in [*map(torch.tensor, edges), *some]:
+        tokens.copy_(pair)
         for x in (meta, new, qs):
             x.normal_()
         out.fill_(NAN)

@@ -93,11 +93,9 @@ def test_a_step_leaves_its_own_book_keeping_out_of_its_time() -> None:
     assert row["context"] == 100 and row["hit_all"] == 0.8
 
 
-def test_nan_is_refused_where_there_are_tokens_alone() -> None:
-    scores = torch.zeros(2, 1, 2, 8)
-    scores[..., 5:] = float("nan")
-    refuse_nan(scores, 20, QUEST)
+def test_nan_is_refused_at_the_first_step_that_has_it() -> None:
+    refuse_nan(torch.tensor([False, False]), 20, QUEST)
     with pytest.raises(
         ConfigError, match=r"dsa=quest \(prr_pipeline.dsa.quest.Quest\) gave NaN as a block's score at 21"
     ):
-        refuse_nan(scores, 21, QUEST)
+        refuse_nan(torch.tensor([False, True, True]), 20, QUEST)

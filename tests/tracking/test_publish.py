@@ -64,6 +64,25 @@ def test_rows_have_their_floor_and_what_was_hidden(tmp_path: Path) -> None:
     assert rows["serial"]["hidden"] is None and rows["serial"]["attend_us"] == 6.0
 
 
+def test_a_delta_that_was_not_profiled_hides_an_unknown_share(tmp_path: Path) -> None:
+    """The mean over samples of 1 and 1.5, say."""
+    folder = job(tmp_path / "a", serial=7.0, prr=6.8)
+    results = folder / "evaluate" / "results.json"
+    results.write_text(results.read_text().replace('"delta": 1.5', '"delta": 1.25'))
+    prr = by_mode(publish.measured([load_job(folder)])["rows"])["prr"]
+    assert [prr[key] for key in ("select_us", "attend_us", "repair_us", "hidden")] == [None] * 4
+
+
+def test_jobs_that_differ_in_their_configuration_alone_are_two(tmp_path: Path) -> None:
+    rows = [
+        publish.measured([load_job(job(tmp_path / name, serial=ms))])["rows"] for name, ms in (("a", 7.0), ("b", 8.0))
+    ]
+    old, new = ({**HEAD, "ceiling_tbs": 4.0, "rows": some} for some in rows)
+    both = publish.joined(new, old)
+    assert [r["ms_per_token"] for r in both["rows"] if r["mode"] == "serial"] == [8.0, 7.0]
+    assert "| 7.00 |" in publish.table(both) and "| 8.00 |" in publish.table(both)
+
+
 def test_the_floor_is_at_the_best_bandwidth_of_the_jobs(tmp_path: Path) -> None:
     jobs = [load_job(job(tmp_path / name, tbs, serial=7.0)) for name, tbs in (("a", 3.5), ("b", 4.0))]
     assert {row["floor_ms"] for row in publish.measured(jobs)["rows"]} == {5.0}
@@ -108,7 +127,7 @@ def test_jobs_of_another_commit_can_stay_and_are_named(
     results.write_text(results.read_text().replace("glm4", "glm5"))
     assert publish.main([str(first), str(other), "--out", str(out)]) == 0
     assert "2026-01-01: ms a token, floor at 4.0 TB/s\n" in publish.table(json.loads(out.read_text()))
-    again = job(tmp_path / "c", 5.0, serial=6.0)
+    again = job(tmp_path / "c" / "a", 5.0, serial=6.0)
     assert publish.main([str(again), "--keep", "--out", str(out)]) == 0
     assert "2026-01-01: ms a token, floor at 5.0 TB/s\n" in publish.table(json.loads(out.read_text())), "of one commit"
     head["commit"] = "fedcba9876543210"
