@@ -15,7 +15,7 @@ import logging
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -185,7 +185,7 @@ class StageFolder:
 
     Args:
         path, stage, config: of the output.
-        source: digest of this program's source.
+        source: digest of this program's source; empty where outputs are only looked at.
         files: digest of each input file that the stage reads, by the key that names it.
         any_source: outputs and records of another source are taken as they are.
     """
@@ -257,11 +257,34 @@ class StageFolder:
     def differing(self, made: dict[str, Any]) -> list[str]:
         """What a manifest's or a note's output was made of that is another now: `source`, and keys of input files.
 
-        Files that are not here now are not compared.
+        Files that are not here now are not compared, nor is source where none is given.
         """
-        source = [] if made.get("source") == self.source else [SOURCE]
+        source = [SOURCE] if self.source and made.get("source") != self.source else []
         files = made.get("files", {})
         return source + [k for k, now in self.files.items() if files.get(k) != now]
+
+    def outdated(self, manifest: dict[str, Any], folder: Callable[[str], "StageFolder"]) -> list[str]:
+        """What an output was made of that is another now: as `differing`, and stages and what theirs is of.
+
+        A stage whose output is gone is not compared: the records that were made of it stand.
+
+        Args:
+            manifest: of the output.
+            folder: gives the folder of a stage by name.
+
+        Raises:
+            ArtifactError: the output of such a stage is damaged.
+        """
+        found = self.differing(manifest)
+        for stage, expected in manifest["inputs"].items():
+            above = folder(stage)
+            now = above.load()
+            if now is None:
+                continue
+            if digest(now) != expected:
+                found.append(stage)
+            found += [f"{key} of {stage}" for key in above.outdated(now, folder) if key not in found]
+        return found
 
     def start(self, inputs: dict[str, str]) -> None:
         """Note what the stage's records are made of, before the first of them.

@@ -210,25 +210,9 @@ class Job:
             self.root / stage, stage, self.config, provenance.source(), read, self.cfg.allow_other_source
         )
 
-    def differing(self, folder: StageFolder, manifest: dict[str, Any]) -> list[str]:
-        """What a stage's output was made of that is another now: source, keys of files, stages and what theirs is of.
-
-        A stage whose output is gone is not compared: the records that were made of it stand.
-        """
-        found = folder.differing(manifest)
-        for stage, expected in manifest["inputs"].items():
-            above = self.folder(stage)
-            now = above.load()
-            if now is None:
-                continue
-            if digest(now) != expected:
-                found.append(stage)
-            found += [f"{key} of {stage}" for key in self.differing(above, now) if key not in found]
-        return found
-
     def refused(self, folder: StageFolder, manifest: dict[str, Any]) -> list[str]:
-        """As differing, without what `allow_other_source` allows."""
-        found = self.differing(folder, manifest)
+        """What a stage's output was made of that is another now, without what `allow_other_source` allows."""
+        found = folder.outdated(manifest, self.folder)
         return [k for k in found if not (self.cfg.allow_other_source and k.split(" ")[0] == SOURCE)]
 
     def require(self, stage: str, by: str) -> dict[str, Any]:

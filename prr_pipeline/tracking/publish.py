@@ -23,7 +23,7 @@ from typing import Any
 
 from prr_pipeline.errors import MissingInput, PrrError
 from prr_pipeline.tracking.cells import grid
-from prr_pipeline.tracking.report import load_finished
+from prr_pipeline.tracking.report import load_finished, stage_folder
 
 Row = dict[str, Any]
 _KEYS = ("model", "weights", "device", "dsa", "benchmark", "queries", "task", "mode", "repair", "delta", "n", "score")
@@ -39,15 +39,20 @@ _MEANS = (
 
 def measured(jobs: Sequence[Row]) -> Row:
     """Of jobs, see report.load_job: ceiling_tbs, the highest read bandwidth that a profile measured; published rows."""
-    profiles = [_profile(job["folder"]) for job in jobs]
+    profiles = [_profile(job) for job in jobs]
     ceiling = max((p["ceiling_tbs"] for p in profiles if p.get("ceiling_tbs")), default=None)
     rows = [row for job, profile in zip(jobs, profiles, strict=True) for row in _rows(job, profile, ceiling)]
     return {"ceiling_tbs": ceiling, "rows": rows}
 
 
-def _profile(folder: Path) -> Row:
-    path = folder / "profile" / "profile.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def _profile(job: Row) -> Row:
+    """The profile of a job, if it has one.
+
+    Raises:
+        ArtifactError: it is damaged.
+    """
+    stage = stage_folder(job["folder"], "profile", job["config"])
+    return json.loads((stage / "profile.json").read_text(encoding="utf-8")) if stage.load() else {}
 
 
 def _rows(job: Row, profile: Row, ceiling: float | None) -> list[Row]:

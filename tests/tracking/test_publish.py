@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from finished import finished, seal
 
 from cutlass_kernels import bench
 from prr_pipeline.tracking import publish
@@ -17,8 +18,6 @@ HEAD = {"gpu": "g", "driver": "d", "torch": "t", "cutlass": "c", "commit": "0123
 
 def job(folder: Path, ceiling: float = 4.0, **times: float) -> Path:
     """A job whose modes took so many ms, as its stages leave it."""
-    for stage in ("decode", "profile", "evaluate"):
-        (folder / stage).mkdir(parents=True)
     config = {"experiment": "speed", "benchmark": {"length": 131072}, "budget": {"name": "profiled"}}
     modes = {"serial": None, "dense": None, **times}
     rows, samples = [], []
@@ -40,15 +39,8 @@ def job(folder: Path, ceiling: float = 4.0, **times: float) -> Path:
         ],
         "breakdown": [{"context": c, "select_us": us, "attend_us": 6.0} for c, us in ((65536, 8.0), (131072, 10.0))],
     }
-    for name, value in (
-        ("config.json", config),
-        ("profile/profile.json", profile),
-        ("evaluate/results.json", {"rows": rows}),
-        ("evaluate/manifest.json", {}),
-    ):
-        (folder / name).write_text(json.dumps(value))
-    (folder / "decode" / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
-    return folder
+    files = {"profile/profile.json": profile, "evaluate/results.json": {"rows": rows}}
+    return finished(folder, config, files | {"decode/samples.jsonl": samples})
 
 
 def by_mode(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -69,7 +61,7 @@ def test_a_delta_that_was_not_profiled_hides_an_unknown_share(tmp_path: Path) ->
     folder = job(tmp_path / "a", serial=7.0, prr=6.8)
     results = folder / "evaluate" / "results.json"
     results.write_text(results.read_text().replace('"delta": 1.5', '"delta": 1.25'))
-    prr = by_mode(publish.measured([load_job(folder)])["rows"])["prr"]
+    prr = by_mode(publish.measured([load_job(seal(folder))])["rows"])["prr"]
     assert [prr[key] for key in ("select_us", "attend_us", "repair_us", "hidden")] == [None] * 4
 
 
@@ -99,6 +91,34 @@ def test_a_job_that_is_not_finished_is_named_and_left_out(
     assert capsys.readouterr().err.startswith(f"publish: left out: {other}: no evaluate/manifest.json")
 
 
+def test_a_job_whose_records_are_others_now_is_named_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(bench, "envelope", lambda rows, commit, name, program: {"name": name, **HEAD, "rows": rows})
+    done, other = job(tmp_path / "a", serial=7.0), job(tmp_path / "b", serial=7.0)
+    (other / "decode" / "samples.jsonl").write_text("")
+    assert publish.main([str(other), str(done), "--out", str(tmp_path / "x.json")]) == 0
+    assert len(json.loads((tmp_path / "x.json").read_text())["rows"]) == 2
+    assert f"left out: {other}: {other}/decode/samples.jsonl changed since decode wrote it; " in capsys.readouterr().err
+
+
+def test_a_profile_that_is_not_what_its_stage_wrote_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """One that was made after evaluate, which does not know it."""
+    monkeypatch.setattr(bench, "envelope", lambda rows, commit, name, program: {"name": name, **HEAD, "rows": rows})
+    done = job(tmp_path / "a", serial=7.0)
+    (done / "profile").rename(tmp_path / "kept")
+    seal(done)
+    (tmp_path / "kept").rename(done / "profile")
+    assert publish.main([str(done), "--out", str(tmp_path / "x.json")]) == 0
+    capsys.readouterr()
+    (done / "profile" / "profile.json").write_text("{")
+    assert publish.main([str(done), "--out", str(tmp_path / "x.json")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"publish: {done}/profile/profile.json changed since profile wrote it; redo it with force=")
+
+
 def test_a_file_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(bench, "envelope", lambda rows, commit, name, program: {"name": name, **HEAD, "rows": rows})
     out, readme = tmp_path / "h200" / "decode.json", tmp_path / "README.md"
@@ -125,6 +145,7 @@ def test_jobs_of_another_commit_can_stay_and_are_named(
     out, first, other = tmp_path / "x.json", job(tmp_path / "a", serial=7.0), job(tmp_path / "b", serial=8.0)
     results = other / "evaluate" / "results.json"
     results.write_text(results.read_text().replace("glm4", "glm5"))
+    seal(other)
     assert publish.main([str(first), str(other), "--out", str(out)]) == 0
     assert "2026-01-01: ms a token, floor at 4.0 TB/s\n" in publish.table(json.loads(out.read_text()))
     again = job(tmp_path / "c" / "a", 5.0, serial=6.0)
