@@ -24,6 +24,7 @@ from prr_pipeline.artifacts import StageFolder
 from prr_pipeline.errors import ArtifactError, MissingInput, PrrError
 from prr_pipeline.tracking import tables
 from prr_pipeline.tracking.beside import paper_tables
+from prr_pipeline.tracking.tracker import first_line, has_key
 
 _METRICS = ("score", "ms_per_token")
 _ROW = {"model", "dsa", "benchmark", "task", "mode"}  # what tables name a row by
@@ -178,6 +179,20 @@ def _panels(wr: Any, rows: list[dict[str, Any]]) -> list[Any]:
     return [*panels, wr.MediaBrowser(media_keys=["breakdown", "overlap", "hit_rate", "layers", "latency", "layer"])]
 
 
+def _save(report: Any) -> None:
+    """Send a report; raises MissingInput for whatever W&B refuses, a login that is not there first of all."""
+    without = "Without W&B, --table prints the jobs' tables and --dry-run lists the report's sections"
+    if not has_key():
+        raise MissingInput(f"no W&B login, which a report needs: run `wandb login`. {without}")
+    try:
+        report.save()
+    except Exception as error:  # no network, a key that is not valid, another's project: each of a class of its own
+        raise MissingInput(
+            f"W&B did not take the report ({first_line(error)}): look at --entity and the network, or run "
+            f"`wandb login --relogin`. {without}"
+        ) from None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(
@@ -199,14 +214,14 @@ def main(argv: list[str] | None = None) -> int:
             print("\n\n".join(made(jobs) for made, asked in ((joint, args.table), (beside_paper, args.paper)) if asked))
             return 0
         report = build(jobs, args.project, args.entity, args.title)
+        if args.dry_run:
+            print("\n".join(type(block).__name__ for block in report.blocks))
+        else:
+            _save(report)
+            print(report.url)
     except PrrError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
-    if args.dry_run:
-        print("\n".join(type(block).__name__ for block in report.blocks))
-        return 0
-    report.save()
-    print(report.url)
     return 0
 
 

@@ -169,7 +169,7 @@ class WandbRun:
         except Exception as error:
             if kind not in self._warned:
                 self._warned.add(kind)
-                log.warning("W&B refused a call (%s), the job goes on: %s", kind, _line(error))
+                log.warning("W&B refused a call (%s), the job goes on: %s", kind, first_line(error))
             return False
         return True
 
@@ -228,7 +228,7 @@ class WandbTracker:
             near = difflib.get_close_matches(str(self.mode), WANDB_MODES, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ConfigError(f"tracker.mode={self.mode} is unknown{hint}; known: {', '.join(WANDB_MODES)}")
-        if self.mode == "online" and not _has_key():
+        if self.mode == "online" and not has_key():
             log.warning(
                 "tracker.mode=online, but there is no W&B key (WANDB_API_KEY, or a netrc entry for"
                 " %s): going offline. `wandb login` sets a key.",
@@ -283,9 +283,9 @@ class WandbTracker:
                 return self._init(stage, group, config, folder, local)
             except Exception as error:
                 if self.mode == "offline":
-                    log.warning("W&B did not start, metrics go to %s: %s", local.path, _line(error))
+                    log.warning("W&B did not start, metrics go to %s: %s", local.path, first_line(error))
                     return local
-                log.warning("W&B could not go online, going offline: %s", _line(error))
+                log.warning("W&B could not go online, going offline: %s", first_line(error))
                 self.mode = "offline"  # for the later stages too: they would wait for the same failure
 
     def _init(self, stage: str, group: str, config: Mapping[str, Any], folder: Path, local: LocalRun) -> WandbRun:
@@ -333,7 +333,7 @@ def _cell(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | float) else json.dumps(value, default=str)
 
 
-def _line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """The error as one line: its type and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
@@ -342,7 +342,7 @@ def _host() -> str:
     return urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
 
 
-def _has_key() -> bool:
+def has_key() -> bool:
     """Whether W&B would find credentials for its server, looked up where W&B looks."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True

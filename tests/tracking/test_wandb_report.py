@@ -190,3 +190,29 @@ def test_the_missing_extra_is_named(job, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingInput, match="pip install wandb-workspaces"):
         report.build([report.load_job(job)], "p", "e", "t")
+
+
+@pytest.fixture
+def no_login(tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def test_without_a_login_one_line_says_what_gets_further(job, no_login, capsys):
+    assert report.main([str(job)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("report: no W&B login") and said.err.count("\n") == 1
+    assert all(word in said.err for word in ("`wandb login`", "--table", "--dry-run"))
+    assert report.main([str(job), "--dry-run"]) == 0
+
+
+def test_what_w_b_refuses_is_one_line_too(job, no_login, monkeypatch, capsys):
+    def refuses(_):
+        raise RuntimeError("no such entity\nand more")
+
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr("wandb_workspaces.reports.v2.Report.save", refuses)
+    assert report.main([str(job)]) == 2
+    said = capsys.readouterr().err
+    assert "W&B did not take the report (RuntimeError: no such entity): " in said and said.count("\n") == 1
