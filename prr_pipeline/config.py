@@ -10,6 +10,7 @@ import importlib
 import math
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
@@ -27,6 +28,7 @@ STAGES = ("calibrate", "profile", "decode", "evaluate")
 BASELINES = ("serial_eager", "paper_serial")
 REPAIRS = ("exact", "union")
 WEIGHTS = ("hub", "local", "gguf", "random")
+_AT_START = 64 << 10  # bytes that Hydra's own files and the log take in `output` before a job begins: 16 to 24 K
 MOST_THREADS = 1024  # torch asks the system for all of them, and dies where it does not get them
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 
@@ -243,6 +245,16 @@ def check_output(folder: str) -> None:
             f"output = {folder}: the folder {path} cannot be written to; change its permissions, or take another: "
             "output=FOLDER"
         )
+    try:
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(bytes(_AT_START))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigError(
+            f"output = {folder}: {error.strerror} in {path}: not even a job's log can be written; free some space, or "
+            "take another: output=FOLDER"
+        ) from None
 
 
 def check_names(key: str, values: list[str], known: tuple[str, ...]) -> None:
