@@ -101,8 +101,14 @@ class JobConfig:
     tracker: Any = MISSING
 
 
-BASES = {"dsa": "SparseMethod", "benchmark": "Benchmark", "budget": "BudgetPolicy"}  # by name: importing takes seconds
-TARGET_GROUPS = ("dsa", "benchmark", "predictor", "budget", "tracker")
+BASES = {  # by name: importing them takes seconds
+    "dsa": "SparseMethod",
+    "benchmark": "Benchmark",
+    "predictor": "EmaPredictor",
+    "budget": "BudgetPolicy",
+    "tracker": "Tracker",
+}
+TARGET_GROUPS = (*BASES,)
 
 
 def register() -> None:
@@ -163,13 +169,11 @@ def check_target(group: str, node: DictConfig) -> None:
         raise ConfigError(f"{group}._target_ = {target} is no class; an option's class gives its schema")
     if not is_dataclass(cls):
         raise ConfigError(f"{group}._target_ = {target} is no dataclass; an option's class gives its schema")
-    base = BASES.get(group)
-    if base and base not in (c.__name__ for c in cls.__mro__):
+    base = BASES[group]
+    if base not in (c.__name__ for c in cls.__mro__):
         raise ConfigError(f"{group}._target_ = {target} is no {base}: an option of {group} is a subclass of it")
     if undefined := sorted(getattr(cls, "__abstractmethods__", ())):
-        raise ConfigError(
-            f"{group}._target_ = {target} does not define {', '.join(undefined)}; see {base or 'its base'}"
-        )
+        raise ConfigError(f"{group}._target_ = {target} does not define {', '.join(undefined)}; see {base}")
     check_schema(group, cls, node)
 
 

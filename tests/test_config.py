@@ -237,16 +237,25 @@ def test_text_that_reads_as_a_number_that_is_none_is_refused(composed: Compose) 
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("group", "name", "said"),
     [
-        ("prr_pipeline.benchmarks.locality.Locality", "is no SparseMethod: an option of dsa is a subclass of it"),
-        ("test_config.Half", "does not define append, metadata, rebuild, score; see SparseMethod"),
+        (
+            "dsa",
+            "prr_pipeline.benchmarks.locality.Locality",
+            "is no SparseMethod: an option of dsa is a subclass of it",
+        ),
+        ("dsa", "test_config.Half", "does not define append, metadata, rebuild, score; see SparseMethod"),
+        ("benchmark", "test_config.Half", "is no Benchmark: an option of benchmark is a subclass of it"),
+        ("predictor", "test_config.Half", "is no EmaPredictor: an option of predictor is a subclass of it"),
+        ("budget", "test_config.Half", "is no BudgetPolicy: an option of budget is a subclass of it"),
+        ("tracker", "test_config.Half", "is no Tracker: an option of tracker is a subclass of it"),
+        ("tracker", "prr_pipeline.tracking.tracker.Tracker", "does not define run; see Tracker"),
     ],
 )
-def test_a_class_that_is_no_method_is_named(name: str, said: str, composed: Compose) -> None:
+def test_a_class_of_another_kind_is_named(group: str, name: str, said: str, composed: Compose) -> None:
     with pytest.raises(ConfigError) as error:
-        config.validate(composed(f"dsa._target_={name}"))
-    assert str(error.value) == f"dsa._target_ = {name} {said}"
+        config.validate(composed(f"{group}._target_={name}"))
+    assert str(error.value) == f"{group}._target_ = {name} {said}"
 
 
 @dataclass(kw_only=True)

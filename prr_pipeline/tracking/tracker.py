@@ -13,8 +13,9 @@ import netrc
 import os
 import re
 import shlex
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -175,11 +176,27 @@ class WandbRun:
 
 
 @dataclass(kw_only=True)
-class NoTracker:
-    """Tracks nothing."""
+class Tracker(ABC):
+    """Opens a run for each stage of a job."""
 
-    def check(self) -> None:
-        """Accept: there is nothing to set."""
+    def check(self) -> None:  # noqa: B027 (a tracker without values has nothing to check)
+        """Raise ConfigError for values that cannot be, before any work."""
+
+    @abstractmethod
+    def run(self, stage: str, group: str, config: Mapping[str, Any], folder: Path) -> AbstractContextManager[Run]:
+        """The run of a stage as a context, which ends it in every case.
+
+        Args:
+            stage: the job type, such as `decode`.
+            group: what the runs of an experiment have in common.
+            config: the job's configuration; an OmegaConf node is resolved.
+            folder: the stage's output folder.
+        """
+
+
+@dataclass(kw_only=True)
+class NoTracker(Tracker):
+    """Tracks nothing."""
 
     @contextmanager
     def run(self, stage: str, group: str, config: Mapping[str, Any], folder: Path) -> Iterator[Run]:
@@ -188,11 +205,8 @@ class NoTracker:
 
 
 @dataclass(kw_only=True)
-class LocalTracker:
+class LocalTracker(Tracker):
     """Appends every logged value to `metrics.jsonl` in the stage's folder; no service at all."""
-
-    def check(self) -> None:
-        """Accept: there is nothing to set."""
 
     @contextmanager
     def run(self, stage: str, group: str, config: Mapping[str, Any], folder: Path) -> Iterator[Run]:
@@ -201,7 +215,7 @@ class LocalTracker:
 
 
 @dataclass(kw_only=True)
-class WandbTracker:
+class WandbTracker(Tracker):
     """Weights & Biases: one run a stage, grouped by experiment.
 
     mode: `offline` (run folders on disk, for `wandb sync`), `online` (without a key, or without a
@@ -238,14 +252,7 @@ class WandbTracker:
 
     @contextmanager
     def run(self, stage: str, group: str, config: Mapping[str, Any], folder: Path) -> Iterator[Run]:
-        """Open the run of a stage; it is finished in every case, with exit code 1 on any exception.
-
-        Args:
-            stage: the job type, such as `decode`.
-            group: what the runs of an experiment have in common.
-            config: the job's configuration; an OmegaConf node is resolved.
-            folder: the stage's output folder.
-        """
+        """Open the run of a stage; it is finished in every case, with exit code 1 on any exception."""
         self.check()
         if self.mode == "disabled":
             yield NullRun()
