@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -26,6 +27,7 @@ from prr_pipeline.prr.budget import BudgetPolicy
 from prr_pipeline.prr.engine import Engine, Prefilled
 from prr_pipeline.prr.graphs import GraphEngine, GraphOptions
 from prr_pipeline.prr.predictor import EmaPredictor
+from prr_pipeline.tracking.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +62,11 @@ class Job:
         self.config = resolved(cfg)
         self.model_cfg: ModelConfig = _typed(ModelConfig, cfg.model)
         self.runtime: RuntimeConfig = _typed(RuntimeConfig, cfg.runtime)
-        self.method: SparseMethod = instantiate(cfg.dsa, _convert_="all")
-        self.benchmark: Benchmark = instantiate(cfg.benchmark, _convert_="all")
-        self.predictor: EmaPredictor = instantiate(cfg.predictor, _convert_="all")
-        self.budget: BudgetPolicy = instantiate(cfg.budget, _convert_="all")
-        self.tracker: Any = instantiate(cfg.tracker, _convert_="all")
+        self.method: SparseMethod = _made(cfg, "dsa")
+        self.benchmark: Benchmark = _made(cfg, "benchmark")
+        self.predictor: EmaPredictor = _made(cfg, "predictor")
+        self.budget: BudgetPolicy = _made(cfg, "budget")
+        self.tracker: Tracker = _made(cfg, "tracker")
         self.root = Path(cfg.output).absolute() / cfg.experiment / digest(self.config)[:12]
         self._prefilled: dict[str, Prefilled] = {}
         self._kept_bytes = 0
@@ -370,6 +372,20 @@ class Job:
     def device_name(self) -> str:
         """For manifests."""
         return torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
+
+
+def _made(cfg: DictConfig, group: str) -> Any:
+    """A group's option as an object; raises ConfigError for whatever its constructor raises."""
+    try:
+        return instantiate(cfg[group], _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, PrrError):  # it says so itself
+            raise cause from None
+        raise ConfigError(
+            f"{group}._target_ = {cfg[group]._target_} cannot be made of the values under {group} "
+            f"({type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else '-'}); change them, or the class"
+        ) from cause
 
 
 def _typed(cls: type, node: DictConfig) -> Any:

@@ -15,6 +15,7 @@ from prr_pipeline.benchmarks.text import Text
 from prr_pipeline.dsa.quest import Quest
 from prr_pipeline.errors import ConfigError
 from prr_pipeline.models import load
+from prr_pipeline.prr.predictor import EmaPredictor
 from prr_pipeline.stages import job
 
 Words = tuple[str, ...]
@@ -98,6 +99,49 @@ def test_nan_in_a_full_selection_fails_the_job_too(run: Runner, text: Words) -> 
 
 def test_a_selection_that_is_full_is_not_short(run: Runner, text: Words, no_plots: None) -> None:
     assert {r["short_steps"] for r in samples(run(*text))} == {0}
+
+
+@dataclass(kw_only=True)
+class Lacking(Quest):
+    """It asks for an argument that no option file gives."""
+
+    rank: int
+
+
+@dataclass(kw_only=True)
+class Raising(EmaPredictor):
+    """Its constructor raises what the test sets."""
+
+    error: ClassVar[Exception]
+
+    def __post_init__(self) -> None:
+        raise type(self).error
+
+
+def test_a_class_that_lacks_an_argument_is_named_with_it(run: Runner, text: Words, no_model: None) -> None:
+    said = run.refused(*text, "dsa._target_=test_contracts.Lacking", kind=ConfigError)
+    assert said == (
+        "dsa._target_ = test_contracts.Lacking cannot be made of the values under dsa (TypeError: Lacking.__init__() "
+        "missing 1 required keyword-only argument: 'rank'); change them, or the class"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ZeroDivisionError(),
+            "predictor._target_ = test_contracts.Raising cannot be made of the values under predictor "
+            "(ZeroDivisionError: -); change them, or the class",
+        ),
+        (ConfigError("predictor.window = 3 is odd"), "predictor.window = 3 is odd"),
+    ],
+)
+def test_a_class_whose_constructor_raises_is_named(
+    run: Runner, text: Words, no_model: None, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    monkeypatch.setattr(Raising, "error", error, raising=False)
+    assert run.refused(*text, "predictor._target_=test_contracts.Raising", kind=ConfigError) == said
 
 
 # ---- benchmarks
