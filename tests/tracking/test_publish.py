@@ -187,7 +187,54 @@ def test_what_cannot_be_kept_is_said_and_left_as_it_is(
     made = job(tmp_path / "a", serial=7.0)
     assert publish.main([str(made), "--keep", "--out", str(out)]) == 1
     assert out.exists() == (found is not None) and (found is None or out.read_text() == found)
-    assert capsys.readouterr().err.count("\n") == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"publish: {out}: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (None, "No such file or directory"),
+        ("", "no JSON (Expecting value: line 1 column 1 (char 0))"),
+        ("[]", "not of this program: expected gpu, commit, date, and rows with dsa, job, mode at least"),
+        ({**HEAD, "rows": [{"dsa": "quest"}]}, "not of this program: expected gpu, commit, date, and rows with dsa,"),
+        ({**HEAD, "rows": [{"dsa": "q", "mode": "prr", "job": "a"}]}, "not of this program: it has no 'model'"),
+    ],
+)
+def test_a_file_that_cannot_be_shown_is_named_and_the_document_left_as_it_is(
+    found: Any, said: str, tmp_path: Path, capsys: Any
+) -> None:
+    out, document = tmp_path / "x.json", tmp_path / "D.md"
+    document.write_text("\n".join(publish.MARKERS))
+    if found is not None:
+        out.write_text(found if isinstance(found, str) else json.dumps(found))
+    assert publish.main(["--out", str(out), "--document", str(document)]) == 1
+    assert capsys.readouterr().err.startswith(f"publish: {out}: {said}")
+    assert document.read_text() == "\n".join(publish.MARKERS)
+
+
+def test_a_document_without_markers_is_named(tmp_path: Path, capsys: Any) -> None:
+    out, document = tmp_path / "x.json", tmp_path / "D.md"
+    out.write_text(json.dumps({**HEAD, "rows": []}))
+    document.write_text("text")
+    assert publish.main(["--out", str(out), "--document", str(document)]) == 1
+    assert capsys.readouterr().err.startswith(f"publish: {document}: expected the lines ")
+
+
+def test_a_job_whose_records_lack_what_is_published_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Those of an older version, say: they are what its stages wrote."""
+    monkeypatch.setattr(bench, "envelope", lambda rows, commit, name, program: {"name": name, **HEAD, "rows": rows})
+    old = job(tmp_path / "a", serial=7.0)
+    records = old / "decode" / "samples.jsonl"
+    records.write_text(records.read_text().replace("read_bytes", "bytes"))
+    seal(old)
+    assert publish.main([str(old), "--out", str(tmp_path / "x.json")]) == 1
+    assert capsys.readouterr().err == (
+        f"publish: {old}: its records lack what is published (KeyError: 'read_bytes'); redo it with force=true "
+        "stages=[calibrate,profile,decode,evaluate]\n"
+    )
 
 
 def test_without_a_gpu_one_line_says_where_to_run_it_before_any_work(
