@@ -302,6 +302,8 @@ def validate(cfg: DictConfig) -> None:
     check_names("model.weights", [cfg.model.weights], WEIGHTS)
     if cfg.model.hub_id is not None and not _HUB_ID.fullmatch(cfg.model.hub_id):
         raise ConfigError(f"model.hub_id = '{cfg.model.hub_id}', expected OWNER/NAME as on the Hugging Face hub")
+    if cfg.model.max_context < 1:
+        raise ConfigError(f"model.max_context = {cfg.model.max_context} tokens, expected at least 1")
     for key, low in (("prefill_chunk", 1), ("burst", 1), ("profile_repeats", 1), ("temperature", 0.0)):
         if cfg.runtime[key] < low:
             raise ConfigError(f"runtime.{key} = {cfg.runtime[key]}, expected at least {low}")

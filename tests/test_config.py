@@ -104,6 +104,8 @@ def test_groups_of_an_experiment_can_be_replaced(composed: Compose) -> None:
         ("model.weights=hug", "model.weights: unknown 'hug'. Did you mean hub? There are: hub, local, gguf, random."),
         ("runtime.prefill_chunk=0", "runtime.prefill_chunk = 0, expected at least 1"),
         ("runtime.profile_repeats=0", "runtime.profile_repeats = 0, expected at least 1"),
+        ("model.max_context=0", "model.max_context = 0 tokens, expected at least 1"),
+        ("model.max_context=-1", "model.max_context = -1 tokens, expected at least 1"),
         ("runtime.burst=0", "runtime.burst = 0, expected at least 1"),
         ("runtime.temperature=-0.1", "runtime.temperature = -0.1, expected at least 0.0"),
         ("runtime.top_p=0", "runtime.top_p = 0.0, expected a value in (0, 1]"),

@@ -111,6 +111,7 @@ class Job:
 
     def check(self) -> None:
         """Everything that can be known to fail before any work."""
+        sizes.check_positive(self.model_cfg)  # first: others are held against them
         for option in (self.method, self.benchmark, self.predictor, self.budget, self.tracker):
             option.check()
         self._check_selects()

@@ -288,7 +288,15 @@ def test_the_tokenizer_is_loaded_once(run: Runner, short: Words, monkeypatch: py
             "model.architecture.head_dim = 15 gives 15 rotary dimensions, expected an even number: RoPE",
         ),
         (("head_dim=0",), "model.architecture.head_dim = 0, expected a whole number from 1 on"),
-        (("hidden_size=0",), "model.architecture.hidden_size = 0, expected a whole number from 1 on"),
+        *(
+            ((f"{key}={value}",), f"model.architecture.{key} = {value}, expected a whole number from 1 on")
+            for key in (
+                *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size"),
+                *("intermediate_size", "vocab_size", "max_position_embeddings"),
+            )
+            for value in (0, -1)
+        ),
+        (("num_hidden_layers=many",), "model.architecture.num_hidden_layers = 'many', expected a whole number"),
         (
             ("num_key_value_heads=3",),
             "model.architecture.num_attention_heads = 4 is no multiple of num_key_value_heads",
@@ -302,6 +310,32 @@ def test_sizes_that_no_model_can_have_are_refused_before_any_work(
 ) -> None:
     text = run.refused(*short, *(f"model.architecture.{w}" for w in words), kind=ConfigError)
     assert text.startswith(expected) and not list(run.output.glob("default/*/status.json"))
+
+
+def test_sizes_are_checked_whatever_the_weights_and_stages(run: Runner, no_model: None) -> None:
+    """dsa.dense_layers is held against the layers of all of them."""
+    for words in ((), ("stages=[evaluate]",)):
+        text = run.refused("model.architecture.num_hidden_layers=0", *words, kind=ConfigError)
+        assert text == "model.architecture.num_hidden_layers = 0, expected a whole number from 1 on"
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("model.architecture.model_type=foo", "model.architecture.model_type=foo is unknown among the causal language"),
+        ("model.architecture.model_type=lama", "model.architecture.model_type=lama is unknown among the causal langu"),
+        ("model.architecture.model_type=5", "model.architecture.model_type=5 is unknown among the causal language"),
+        ("model.architecture.model_type=clip", "model.architecture.model_type=clip is unknown among the causal langu"),
+        ("+model.architecture.hiden_size=64", "model.architecture.hiden_size: model type llama has no such key. Did"),
+        ("model.architecture.rms_norm_eps=small", "model.architecture of smollm2: Validation error for field 'rms_no"),
+    ],
+)
+def test_an_architecture_that_transformers_does_not_know_is_refused_before_any_work(
+    run: Runner, short: Words, no_model: None, word: str, expected: str
+) -> None:
+    text = run.refused(*short, word, kind=ConfigError)
+    assert text.startswith(expected) and "\n" not in text
+    assert not list(run.output.glob("default/*/status.json"))
 
 
 def test_the_rotary_share_of_a_head_must_be_even_too(run: Runner, no_model: None) -> None:
