@@ -64,6 +64,8 @@ def _check_current(folder: Path, config: dict[str, Any]) -> None:
     """Raise ArtifactError if evaluate's files are not what it wrote, or were made of other outputs than there are."""
     of = partial(stage_folder, folder, config=config)
     manifest = of("evaluate").require("report")
+    if "results.json" not in manifest["outputs"] or "decode" not in manifest["inputs"]:
+        raise ArtifactError(f"{of('evaluate').manifest} is damaged (results.json or decode is not in it); {_REDO}")
     of("decode").require("evaluate")
     if others := of("evaluate").outdated(manifest, of):
         raise ArtifactError(
@@ -76,9 +78,9 @@ def _object(path: Path, keys: Sequence[str]) -> dict[str, Any]:
     """A JSON file that holds an object with these keys; raises ArtifactError if it does not."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        missing = [key for key in keys if key not in dict(found)]
+        missing = [key for key in keys if not isinstance(found, dict) or key not in found]
         why = f"no {', '.join(missing)} in it" if missing else None
-    except (ValueError, TypeError) as error:  # not UTF-8, no JSON, or JSON of something else
+    except ValueError as error:  # not UTF-8, no JSON
         why = str(error)
     if why:
         raise ArtifactError(f"{path} is damaged ({why}); {_REDO}")

@@ -103,6 +103,11 @@ def remade(job, stage):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"device": "another"}))
 
 
+def hollow(manifest):
+    """Let it say that nothing was made of nothing."""
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"inputs": {}, "outputs": {}}))
+
+
 def resealed(job, name, text):
     """A file that its manifest knows, and that is still no file of results."""
     (job / name).write_text(text)
@@ -134,7 +139,9 @@ DAMAGE = {
     "manifest": (lambda job: (job / "evaluate/manifest.json").write_text("{}"), "manifest.json is damaged ('config')"),
     "no JSON": (lambda job: (job / "config.json").write_text("{"), "config.json is damaged (Expecting property name"),
     "no UTF-8": (lambda job: (job / "config.json").write_bytes(b"\xff"), "config.json is damaged ('utf-8' codec"),
-    "no object": (lambda job: (job / "config.json").write_text("[1]"), "config.json is damaged (cannot convert dict"),
+    "no object": (lambda job: (job / "config.json").write_text("[1]"), "config.json is damaged (no experiment in it)"),
+    "no pairs": (lambda job: (job / "config.json").write_text('[["experiment", 1]]'), "(no experiment in it); "),
+    "hollow": (lambda job: hollow(job / "evaluate/manifest.json"), "is damaged (results.json or decode is not in it)"),
     "no keys": (lambda job: (job / "config.json").write_text("{}"), "config.json is damaged (no experiment in it); "),
     "no rows": (lambda job: resealed(job, "evaluate/results.json", '{"rows": []}'), ROWS + EVALUATE),
     "bare rows": (lambda job: resealed(job, "evaluate/results.json", '{"rows": [{"task": "vt"}]}'), ROWS + EVALUATE),
