@@ -18,7 +18,8 @@ from cutlass_kernels.templates.select import Select
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize(("head_dim", "group"), ((64, 1), (128, 5), (128, 16)))
 def test_quest_scores(head_dim, group, dtype):
-    assert build(QuestScores, dtype=dtype, head_dim=head_dim, group=group)
+    for early in (False, True):
+        assert build(QuestScores, dtype=dtype, head_dim=head_dim, group=group, early=early)
 
 
 @pytest.mark.parametrize(
