@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     args = parse(argv)
-    from cutlass_kernels import bench_cases
+    from cutlass_kernels import bench_cases, report
 
     chosen = [c for c in bench_cases.cases() if c.op in args.ops and (not args.block or c.block in args.block)]
     if args.list:
@@ -184,7 +184,11 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         log.error("no CUDA device: the benchmark times GPU kernels; --list shows what it would time")
         return 2
-    before = json.loads(args.out.read_text()) if args.keep and args.out and args.out.exists() else None
+    try:
+        before = report.published(args.out, {"op"}) if args.keep and args.out and args.out.exists() else None
+    except ValueError as error:
+        log.error("--keep: %s", error)
+        return 2
     done: list[tuple[bench_cases.Case, dict]] = []
     failed = 0
     for case in chosen:

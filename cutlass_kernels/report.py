@@ -88,6 +88,55 @@ def insert(text: str, block: str, markers: tuple[str, str] = (BEGIN, END)) -> st
     return f"{before}{first}\n\n{block}\n\n{last}{after}"
 
 
+def published(path: Path, keys: set[str]) -> dict[str, Any]:
+    """A file of measurements, whose rows have these keys at least.
+
+    Raises:
+        ValueError: it cannot be read, or is another file; names it.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:  # not UTF-8, no JSON
+        raise ValueError(f"{path}: no JSON ({error})") from None
+    whole = isinstance(data, dict) and all(isinstance(data.get(key), str) for key in ("gpu", "commit", "date"))
+    rows = data.get("rows") if whole else None
+    if not isinstance(rows, list) or not all(isinstance(r, dict) and keys <= r.keys() for r in rows):
+        named = ", ".join(sorted(keys))
+        raise ValueError(f"{path}: not of this program: expected gpu, commit, date, and rows with {named} at least")
+    return data
+
+
+def show(
+    path: Path,
+    data: dict[str, Any],
+    document: Path,
+    table: Callable[[dict[str, Any]], str],
+    markers: tuple[str, str] = (BEGIN, END),
+) -> None:
+    """Put the table of a file of measurements between the markers of a document.
+
+    Args:
+        path, data: of the file, see published.
+
+    Raises:
+        ValueError: names the file at fault.
+    """
+    try:
+        block = table(data)
+    except KeyError as error:
+        raise ValueError(f"{path}: not of this program: it has no {error}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not of this program ({error})") from None
+    try:
+        document.write_text(insert(document.read_text(encoding="utf-8"), block, markers), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{document}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{document}: {error}") from None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(
@@ -97,13 +146,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("document", type=Path, help="a Markdown file with the two marker lines")
     args = parser.parse_args(argv)
     try:
-        block = table(json.loads(args.results.read_text(encoding="utf-8")))
-        args.document.write_text(insert(args.document.read_text(encoding="utf-8"), block), encoding="utf-8")
-    except KeyError as error:
-        print(f"{args.results}: not of cutlass_kernels.bench: a row has no {error}", file=sys.stderr)
-        return 2
-    except (OSError, ValueError) as error:
-        print(f"{args.document}: {error}", file=sys.stderr)
+        show(args.results, published(args.results, {"op"}), args.document, table)
+    except ValueError as error:
+        print(f"report: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -15,7 +15,7 @@ import logging
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -130,16 +130,21 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class Records:
-    """A file of JSON lines, appended and flushed one by one."""
+    """A file of JSON lines, appended and flushed one by one.
 
-    def __init__(self, path: Path):
-        self.path = path
+    Args:
+        path: of the file.
+        form: keys that a record has at least, each with the type of its values.
+    """
+
+    def __init__(self, path: Path, form: Mapping[str, type] | None = None):
+        self.path, self.form = path, form or {}
 
     def read(self) -> list[dict[str, Any]]:
         """All whole records; a last line without its end (a killed process, a full disk) is torn, and none.
 
         Raises:
-            ArtifactError: a line that has its end is damaged.
+            ArtifactError: a line that has its end is damaged, or no record.
         """
         if not self.path.exists():
             return []
@@ -148,13 +153,23 @@ class Records:
             if not line:
                 continue
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
+                why = self._foreign(row)
             except json.JSONDecodeError as error:
+                why = error.msg
+            if why:
                 raise ArtifactError(
-                    f"{self.path}: line {number} is damaged ({error.msg}); delete the line, or redo the stage with "
-                    "force=true"
-                ) from None
+                    f"{self.path}: line {number} is damaged ({why}); delete the line, or redo the stage with force=true"
+                )
+            rows.append(row)
         return rows
+
+    def _foreign(self, row: Any) -> str | None:
+        """Why a value is no record of this file."""
+        if not isinstance(row, dict):
+            return "no JSON object"
+        wrong = [key for key, kind in self.form.items() if not isinstance(row.get(key), kind)]
+        return f"no record with {', '.join(wrong)}" if wrong else None
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Add rows in one write, flushed to disk, in the place of a torn last line if there is one."""
@@ -185,7 +200,7 @@ class StageFolder:
 
     Args:
         path, stage, config: of the output.
-        source: digest of this program's source.
+        source: digest of this program's source; empty where outputs are only looked at.
         files: digest of each input file that the stage reads, by the key that names it.
         any_source: outputs and records of another source are taken as they are.
     """
@@ -257,11 +272,34 @@ class StageFolder:
     def differing(self, made: dict[str, Any]) -> list[str]:
         """What a manifest's or a note's output was made of that is another now: `source`, and keys of input files.
 
-        Files that are not here now are not compared.
+        Files that are not here now are not compared, nor is source where none is given.
         """
-        source = [] if made.get("source") == self.source else [SOURCE]
+        source = [SOURCE] if self.source and made.get("source") != self.source else []
         files = made.get("files", {})
         return source + [k for k, now in self.files.items() if files.get(k) != now]
+
+    def outdated(self, manifest: dict[str, Any], folder: Callable[[str], "StageFolder"]) -> list[str]:
+        """What an output was made of that is another now: as `differing`, and stages and what theirs is of.
+
+        A stage whose output is gone is not compared: the records that were made of it stand.
+
+        Args:
+            manifest: of the output.
+            folder: gives the folder of a stage by name.
+
+        Raises:
+            ArtifactError: the output of such a stage is damaged.
+        """
+        found = self.differing(manifest)
+        for stage, expected in manifest["inputs"].items():
+            above = folder(stage)
+            now = above.load()
+            if now is None:
+                continue
+            if digest(now) != expected:
+                found.append(stage)
+            found += [f"{key} of {stage}" for key in above.outdated(now, folder) if key not in found]
+        return found
 
     def start(self, inputs: dict[str, str]) -> None:
         """Note what the stage's records are made of, before the first of them.

@@ -10,6 +10,7 @@ import importlib
 import math
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
@@ -27,6 +28,7 @@ STAGES = ("calibrate", "profile", "decode", "evaluate")
 BASELINES = ("serial_eager", "paper_serial")
 REPAIRS = ("exact", "union")
 WEIGHTS = ("hub", "local", "gguf", "random")
+_AT_START = 64 << 10  # bytes that Hydra's own files and the log take in `output` before a job begins: 16 to 24 K
 MOST_THREADS = 1024  # torch asks the system for all of them, and dies where it does not get them
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 
@@ -99,8 +101,14 @@ class JobConfig:
     tracker: Any = MISSING
 
 
-BASES = {"dsa": "SparseMethod", "benchmark": "Benchmark", "budget": "BudgetPolicy"}  # by name: importing takes seconds
-TARGET_GROUPS = ("dsa", "benchmark", "predictor", "budget", "tracker")
+BASES = {  # by name: importing them takes seconds
+    "dsa": "SparseMethod",
+    "benchmark": "Benchmark",
+    "predictor": "EmaPredictor",
+    "budget": "BudgetPolicy",
+    "tracker": "Tracker",
+}
+TARGET_GROUPS = (*BASES,)
 
 
 def register() -> None:
@@ -161,13 +169,11 @@ def check_target(group: str, node: DictConfig) -> None:
         raise ConfigError(f"{group}._target_ = {target} is no class; an option's class gives its schema")
     if not is_dataclass(cls):
         raise ConfigError(f"{group}._target_ = {target} is no dataclass; an option's class gives its schema")
-    base = BASES.get(group)
-    if base and base not in (c.__name__ for c in cls.__mro__):
+    base = BASES[group]
+    if base not in (c.__name__ for c in cls.__mro__):
         raise ConfigError(f"{group}._target_ = {target} is no {base}: an option of {group} is a subclass of it")
     if undefined := sorted(getattr(cls, "__abstractmethods__", ())):
-        raise ConfigError(
-            f"{group}._target_ = {target} does not define {', '.join(undefined)}; see {base or 'its base'}"
-        )
+        raise ConfigError(f"{group}._target_ = {target} does not define {', '.join(undefined)}; see {base}")
     check_schema(group, cls, node)
 
 
@@ -243,6 +249,16 @@ def check_output(folder: str) -> None:
             f"output = {folder}: the folder {path} cannot be written to; change its permissions, or take another: "
             "output=FOLDER"
         )
+    try:
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(bytes(_AT_START))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigError(
+            f"output = {folder}: {error.strerror} in {path}: not even a job's log can be written; free some space, or "
+            "take another: output=FOLDER"
+        ) from None
 
 
 def check_names(key: str, values: list[str], known: tuple[str, ...]) -> None:
@@ -286,6 +302,8 @@ def validate(cfg: DictConfig) -> None:
     check_names("model.weights", [cfg.model.weights], WEIGHTS)
     if cfg.model.hub_id is not None and not _HUB_ID.fullmatch(cfg.model.hub_id):
         raise ConfigError(f"model.hub_id = '{cfg.model.hub_id}', expected OWNER/NAME as on the Hugging Face hub")
+    if cfg.model.max_context < 1:
+        raise ConfigError(f"model.max_context = {cfg.model.max_context} tokens, expected at least 1")
     for key, low in (("prefill_chunk", 1), ("burst", 1), ("profile_repeats", 1), ("temperature", 0.0)):
         if cfg.runtime[key] < low:
             raise ConfigError(f"runtime.{key} = {cfg.runtime[key]}, expected at least {low}")

@@ -117,7 +117,7 @@ def _is_current(job: Job, folder: StageFolder) -> bool:
     if others:
         log.warning("%s: what is there was made by other %s; done again", folder.stage, ", ".join(others))
         folder.clear(keep=True)
-    elif made := job.differing(folder, manifest):
+    elif made := folder.outdated(manifest, job.folder):
         log.warning("%s: made by other %s, taken as it is (allow_other_source)", folder.stage, ", ".join(made))
     return not others
 

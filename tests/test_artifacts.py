@@ -119,6 +119,24 @@ def test_a_damaged_line_before_the_last_is_refused(tmp_path: Path, line: bytes) 
     assert records.read() == [{"id": 0}, {"id": 3}], "the message's advice works, with an empty line left too"
 
 
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"7", "no JSON object"),
+        (b"[1]", "no JSON object"),
+        (b"null", "no JSON object"),
+        (b'{"a": 1}', "no record with id, steps"),
+        (b'{"id": [1], "steps": 2}', "no record with id"),
+    ],
+)
+def test_a_whole_line_that_is_no_record_is_refused_as_a_damaged_one(tmp_path: Path, line: bytes, why: str) -> None:
+    records = Records(tmp_path / "r.jsonl", {"id": str, "steps": int})
+    records.path.write_bytes(b'{"id": "a", "steps": 1, "more": 0}\n' + line + b"\n")
+    assert refused(records.read) == (
+        f"{records.path}: line 2 is damaged ({why}); delete the line, or redo the stage with force=true"
+    )
+
+
 # ---- manifests
 
 

@@ -104,6 +104,8 @@ def test_groups_of_an_experiment_can_be_replaced(composed: Compose) -> None:
         ("model.weights=hug", "model.weights: unknown 'hug'. Did you mean hub? There are: hub, local, gguf, random."),
         ("runtime.prefill_chunk=0", "runtime.prefill_chunk = 0, expected at least 1"),
         ("runtime.profile_repeats=0", "runtime.profile_repeats = 0, expected at least 1"),
+        ("model.max_context=0", "model.max_context = 0 tokens, expected at least 1"),
+        ("model.max_context=-1", "model.max_context = -1 tokens, expected at least 1"),
         ("runtime.burst=0", "runtime.burst = 0, expected at least 1"),
         ("runtime.temperature=-0.1", "runtime.temperature = -0.1, expected at least 0.0"),
         ("runtime.top_p=0", "runtime.top_p = 0.0, expected a value in (0, 1]"),
@@ -237,16 +239,25 @@ def test_text_that_reads_as_a_number_that_is_none_is_refused(composed: Compose) 
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("group", "name", "said"),
     [
-        ("prr_pipeline.benchmarks.locality.Locality", "is no SparseMethod: an option of dsa is a subclass of it"),
-        ("test_config.Half", "does not define append, metadata, rebuild, score; see SparseMethod"),
+        (
+            "dsa",
+            "prr_pipeline.benchmarks.locality.Locality",
+            "is no SparseMethod: an option of dsa is a subclass of it",
+        ),
+        ("dsa", "test_config.Half", "does not define append, metadata, rebuild, score; see SparseMethod"),
+        ("benchmark", "test_config.Half", "is no Benchmark: an option of benchmark is a subclass of it"),
+        ("predictor", "test_config.Half", "is no EmaPredictor: an option of predictor is a subclass of it"),
+        ("budget", "test_config.Half", "is no BudgetPolicy: an option of budget is a subclass of it"),
+        ("tracker", "test_config.Half", "is no Tracker: an option of tracker is a subclass of it"),
+        ("tracker", "prr_pipeline.tracking.tracker.Tracker", "does not define run; see Tracker"),
     ],
 )
-def test_a_class_that_is_no_method_is_named(name: str, said: str, composed: Compose) -> None:
+def test_a_class_of_another_kind_is_named(group: str, name: str, said: str, composed: Compose) -> None:
     with pytest.raises(ConfigError) as error:
-        config.validate(composed(f"dsa._target_={name}"))
-    assert str(error.value) == f"dsa._target_ = {name} {said}"
+        config.validate(composed(f"{group}._target_={name}"))
+    assert str(error.value) == f"{group}._target_ = {name} {said}"
 
 
 @dataclass(kw_only=True)

@@ -4,6 +4,7 @@
 import errno
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -67,6 +68,22 @@ def test_a_folder_without_the_right_to_write_is_refused(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Path, "mkdir", barred)
     assert "cannot be made (Permission denied); take another: output=FOLDER" in refused(tmp_path)
+
+
+def test_a_disk_without_space_for_hydra_s_own_files_is_refused_before_hydra_begins(tmp_path: Path) -> None:
+    """They are written by Hydra, which answers with stacks. Files that may not grow stand for a disk that is full."""
+    config.check_output(str(tmp_path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))
+    try:
+        said = refused(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert said == (
+        f"output = {tmp_path}: File too large in {tmp_path}: not even a job's log can be written; free some space, or "
+        "take another: output=FOLDER"
+    )
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_file_where_the_job_s_folder_should_be_is_named(tmp_path: Path, composed: Compose) -> None:

@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "prr_pipeline.errors": set(),
     "prr_pipeline.config": {"prr_pipeline.errors"},
     "prr_pipeline.overrides": {"prr_pipeline.config", "prr_pipeline.errors"},
-    "prr_pipeline.artifacts": {"prr_pipeline.errors", "prr_pipeline"},
+    "prr_pipeline.artifacts": {"prr_pipeline.errors", "prr_pipeline.config", "prr_pipeline.__version__"},
     "prr_pipeline.dsa": {"cutlass_kernels", "prr_pipeline.errors", "prr_pipeline.dsa"},
     "prr_pipeline.models": {
         "cutlass_kernels",
@@ -28,6 +28,7 @@ MAY_IMPORT = {
         "cutlass_kernels",
         "prr_pipeline.errors",
         "prr_pipeline.config",
+        "prr_pipeline.artifacts",
         "prr_pipeline.tracking",
     },
     "prr_pipeline.prr": {
@@ -48,7 +49,8 @@ def imports(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module
+            whole = node.module in OURS  # `from prr_pipeline import x` imports x
+            yield from (f"{node.module}.{alias.name}" for alias in node.names) if whole else [node.module]
 
 
 def sources():

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One way in for every model: hub, local folder, GGUF file, or random weights at true size.
 
-`check` says in under a second, without building anything and without the network, whether `load`
-has what it needs. Both speak to the user: what was looked for, where, and what gets further.
+`check` says in seconds at most, without building a model and without the network, whether `load` has what it needs
+(of an architecture for random weights transformers says it, whose import takes two). Both speak to the user: what was
+looked for, where, and what gets further.
 """
 
 import logging
@@ -21,7 +22,7 @@ from prr_pipeline.errors import ConfigError, MissingInput
 from prr_pipeline.models.files import TINY, check_hub, fingerprint, first_line, gguf_file, hub_folder, local_folder
 from prr_pipeline.models.loading import gguf_read_once, quiet
 from prr_pipeline.models.sizes import architecture, check_architecture, parameter_count
-from prr_pipeline.models.tokenizer import byte_tokenizer, restore_split
+from prr_pipeline.models.tokenizer import BOS_ID, EOS_ID, byte_tokenizer, restore_split
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ def check(cfg: ModelConfig, device: str) -> None:
     else:
         if cfg.weights == "random":
             check_architecture(cfg)
+            _random_config(cfg)
         if _on_cpu(device):  # a GPU that is too small says so by itself
             _check_memory(cfg, dtype)
         if cfg.weights == "hub":
@@ -154,7 +156,7 @@ def load(cfg: ModelConfig, device: str, seed: int, tokenizer: Any = None) -> Loa
     log.info("loading %s (%s weights, %s) on %s", cfg.name, cfg.weights, dtype, device)
     tokenizer = load_tokenizer(cfg) if tokenizer is None else tokenizer
     if cfg.weights == "random":
-        model, origin = _random(cfg, device, dtype, seed, tokenizer)
+        model, origin = _random(cfg, device, dtype, seed)
     elif cfg.weights == "gguf":
         model, origin = _from_gguf(cfg, device, dtype)
     else:
@@ -273,38 +275,50 @@ def _pretrained(folder: Path, options: dict[str, Any]) -> Any:
     return model
 
 
-def _random(cfg: ModelConfig, device: str, dtype: torch.dtype, seed: int, tokenizer: Any) -> _Parts:
+def _random(cfg: ModelConfig, device: str, dtype: torch.dtype, seed: int) -> _Parts:
     """Builds the architecture on the device, with weights as its own initialisation draws them."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
 
     gpus = [] if _on_cpu(device) else [torch.device(device)]
-    try:
-        config = _random_config(cfg, tokenizer)
-        with quiet(), torch.random.fork_rng(devices=gpus), torch.device(device):
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    except (StrictDataclassError, TypeError, ValueError) as error:
-        raise ConfigError(f"model.architecture of {cfg.name}: {error}") from error
+    config = _random_config(cfg)
+    with _of_architecture(cfg), quiet(), torch.random.fork_rng(devices=gpus), torch.device(device):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return model, {"source": "random", "revision": f"seed {seed}"}
 
 
-def _random_config(cfg: ModelConfig, tokenizer: Any) -> Any:
-    """Builds the transformers config of cfg.architecture; unknown keys are refused."""
+@contextmanager
+def _of_architecture(cfg: ModelConfig) -> Iterator[None]:
+    """Says what transformers refuses of an architecture in one message."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise ConfigError(f"model.architecture of {cfg.name}: {' '.join(str(error).split())}") from error
+
+
+def _random_config(cfg: ModelConfig) -> Any:
+    """Builds the transformers config of cfg.architecture; an unknown model type, unknown keys are refused."""
     from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     arch = architecture(cfg)
-    kind = arch.pop("model_type")
-    if kind not in CONFIG_MAPPING:
-        close = get_close_matches(kind, list(CONFIG_MAPPING), n=5) or ["llama"]
-        raise ConfigError(f"model.architecture.model_type={kind} is unknown.{near(kind, close)}")
+    kind = str(arch.pop("model_type"))
+    if kind not in CAUSAL:
+        close = get_close_matches(kind, list(CAUSAL), n=5) or ["llama"]
+        raise ConfigError(
+            f"model.architecture.model_type={kind} is unknown among the causal language models of transformers."
+            f"{near(kind, close)}"
+        )
     known = sorted(vars(CONFIG_MAPPING[kind]()))
     if unknown := sorted(set(arch) - set(known)):
         hint = near(unknown[0], known)
         raise ConfigError(f"model.architecture.{unknown[0]}: model type {kind} has no such key.{hint}")
     # The true model's special tokens mean nothing to the byte tokenizer.
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    return CONFIG_MAPPING[kind](**{**arch, **ends, "pad_token_id": None})
+    ends = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
+    with _of_architecture(cfg):
+        return CONFIG_MAPPING[kind](**{**arch, **ends, "pad_token_id": None})
 
 
 def _shape(model: Any, tokenizer: Any, max_context: int) -> ModelShape:

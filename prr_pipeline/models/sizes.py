@@ -11,6 +11,11 @@ from prr_pipeline.config import ModelConfig
 from prr_pipeline.errors import ConfigError
 from prr_pipeline.models.tokenizer import BYTE_VOCAB
 
+_POSITIVE = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings"),
+)
+
 
 def architecture(cfg: ModelConfig) -> dict[str, Any]:
     """Returns cfg.architecture as plain containers, whatever composed it."""
@@ -46,8 +51,18 @@ def parameter_count(arch: Mapping[str, Any]) -> int:
     return arch["num_hidden_layers"] * layer + hidden + tables * arch["vocab_size"] * hidden
 
 
+def check_positive(cfg: ModelConfig) -> None:
+    """Raise ConfigError for a size of cfg.architecture that is no whole number from 1 on, whatever the weights."""
+    arch = architecture(cfg)
+    for key in _POSITIVE:
+        value = arch.get(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"model.architecture.{key} = {value!r}, expected a whole number from 1 on")
+
+
 def check_architecture(cfg: ModelConfig) -> None:
     """Raise ConfigError for an architecture that random weights cannot have."""
+    check_positive(cfg)
     arch = architecture(cfg)
     if "model_type" not in arch:
         raise ConfigError(
@@ -63,11 +78,7 @@ def check_architecture(cfg: ModelConfig) -> None:
 
 
 def _check_sizes(arch: Mapping[str, Any]) -> None:
-    """Refuses sizes that no model can have; transformers says so of some of them, once it builds one."""
-    for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"):
-        value = arch.get(key)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigError(f"model.architecture.{key} = {value!r}, expected a whole number from 1 on")
+    """Refuses sizes that do not go together; transformers says so of some of them, once it builds one."""
     heads, hidden = arch.get("num_attention_heads"), arch.get("hidden_size")
     if heads and heads % (arch.get("num_key_value_heads") or heads):
         raise ConfigError(

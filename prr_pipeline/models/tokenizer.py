@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 BOS, EOS, USER, ASSISTANT = "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>"
 SPECIALS = (BOS, EOS, USER, ASSISTANT)
 BYTE_VOCAB = 256 + len(SPECIALS)
+BOS_ID, EOS_ID = (256 + SPECIALS.index(text) for text in (BOS, EOS))
 
 _CHAT_TEMPLATE = (
     "{{ bos_token }}"

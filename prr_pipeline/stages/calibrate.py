@@ -13,11 +13,13 @@ from prr_pipeline.tracking.progress import Progress
 
 log = logging.getLogger(__name__)
 
+_FORM = {"id": str, "layers": list, "locality": list}  # of a record
+
 
 def run(job: Job, folder: StageFolder, run: Any) -> None:
     """Prefill each prompt and calibrate on its last rows; samples already there are kept."""
     folder.start({})
-    records = Records(folder / "samples.jsonl")
+    records = Records(folder / "samples.jsonl", _FORM)
     done = {r["id"]: r for r in records.read()}
     if done:
         log.info("calibrate: %d samples are there already, going on after them", len(done))

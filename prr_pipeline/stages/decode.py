@@ -25,6 +25,7 @@ from prr_pipeline.tracking.progress import Progress
 log = logging.getLogger(__name__)
 
 _NAMED = 8  # faults that a message names
+_FORM = {"id": str, "task": str, "mode": str, "steps": int, "step_records": list, "layer_records": list}  # of a record
 
 
 def run(job: Job, folder: StageFolder, run: Any) -> None:
@@ -36,7 +37,7 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
     inputs = _fit_budget(job)
     thetas = _thetas(job, inputs)
     folder.start(inputs)
-    records = Records(folder / "samples.jsonl")
+    records = Records(folder / "samples.jsonl", _FORM)
     order = ["serial", *(m for m in job.modes if m != "serial"), *job.baselines]
     done = _resume(records, order)
     prompts = job.prompts()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -26,6 +27,7 @@ from prr_pipeline.prr.budget import BudgetPolicy
 from prr_pipeline.prr.engine import Engine, Prefilled
 from prr_pipeline.prr.graphs import GraphEngine, GraphOptions
 from prr_pipeline.prr.predictor import EmaPredictor
+from prr_pipeline.tracking.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +62,11 @@ class Job:
         self.config = resolved(cfg)
         self.model_cfg: ModelConfig = _typed(ModelConfig, cfg.model)
         self.runtime: RuntimeConfig = _typed(RuntimeConfig, cfg.runtime)
-        self.method: SparseMethod = instantiate(cfg.dsa, _convert_="all")
-        self.benchmark: Benchmark = instantiate(cfg.benchmark, _convert_="all")
-        self.predictor: EmaPredictor = instantiate(cfg.predictor, _convert_="all")
-        self.budget: BudgetPolicy = instantiate(cfg.budget, _convert_="all")
-        self.tracker: Any = instantiate(cfg.tracker, _convert_="all")
+        self.method: SparseMethod = _made(cfg, "dsa")
+        self.benchmark: Benchmark = _made(cfg, "benchmark")
+        self.predictor: EmaPredictor = _made(cfg, "predictor")
+        self.budget: BudgetPolicy = _made(cfg, "budget")
+        self.tracker: Tracker = _made(cfg, "tracker")
         self.root = Path(cfg.output).absolute() / cfg.experiment / digest(self.config)[:12]
         self._prefilled: dict[str, Prefilled] = {}
         self._kept_bytes = 0
@@ -109,6 +111,7 @@ class Job:
 
     def check(self) -> None:
         """Everything that can be known to fail before any work."""
+        sizes.check_positive(self.model_cfg)  # first: others are held against them
         for option in (self.method, self.benchmark, self.predictor, self.budget, self.tracker):
             option.check()
         self._check_selects()
@@ -210,25 +213,9 @@ class Job:
             self.root / stage, stage, self.config, provenance.source(), read, self.cfg.allow_other_source
         )
 
-    def differing(self, folder: StageFolder, manifest: dict[str, Any]) -> list[str]:
-        """What a stage's output was made of that is another now: source, keys of files, stages and what theirs is of.
-
-        A stage whose output is gone is not compared: the records that were made of it stand.
-        """
-        found = folder.differing(manifest)
-        for stage, expected in manifest["inputs"].items():
-            above = self.folder(stage)
-            now = above.load()
-            if now is None:
-                continue
-            if digest(now) != expected:
-                found.append(stage)
-            found += [f"{key} of {stage}" for key in self.differing(above, now) if key not in found]
-        return found
-
     def refused(self, folder: StageFolder, manifest: dict[str, Any]) -> list[str]:
-        """As differing, without what `allow_other_source` allows."""
-        found = self.differing(folder, manifest)
+        """What a stage's output was made of that is another now, without what `allow_other_source` allows."""
+        found = folder.outdated(manifest, self.folder)
         return [k for k in found if not (self.cfg.allow_other_source and k.split(" ")[0] == SOURCE)]
 
     def require(self, stage: str, by: str) -> dict[str, Any]:
@@ -386,6 +373,20 @@ class Job:
     def device_name(self) -> str:
         """For manifests."""
         return torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
+
+
+def _made(cfg: DictConfig, group: str) -> Any:
+    """A group's option as an object; raises ConfigError for whatever its constructor raises."""
+    try:
+        return instantiate(cfg[group], _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, PrrError):  # it says so itself
+            raise cause from None
+        raise ConfigError(
+            f"{group}._target_ = {cfg[group]._target_} cannot be made of the values under {group} "
+            f"({type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else '-'}); change them, or the class"
+        ) from cause
 
 
 def _typed(cls: type, node: DictConfig) -> Any:

@@ -16,38 +16,83 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prr_pipeline.errors import MissingInput, PrrError
+from prr_pipeline.artifacts import StageFolder
+from prr_pipeline.errors import ArtifactError, MissingInput, PrrError
 from prr_pipeline.tracking import tables
 from prr_pipeline.tracking.beside import paper_tables
+from prr_pipeline.tracking.tracker import first_line, has_key
 
 _METRICS = ("score", "ms_per_token")
+_ROW = {"model", "dsa", "benchmark", "task", "mode"}  # what tables name a row by
+_REDO = "redo it with force=true stages=[evaluate]"
 
 
 def load_job(folder: Path) -> dict[str, Any]:
     """What a report shows of a job: its configuration, rows and Markdown tables.
 
+    A job is finished if evaluate's files are those that it wrote, and were made of what the stages before it hold now.
+    Of which source it was made does not matter here.
+
     Raises:
-        MissingInput: the folder is no job with a finished stage evaluate.
+        MissingInput: the folder is no job, or not finished, or damaged; says what to do.
     """
-    evaluate = folder / "evaluate"
-    for path in (folder / "config.json", evaluate / "manifest.json", evaluate / "results.json"):
-        if not path.is_file():
-            raise MissingInput(
-                f"{folder}: no {path.relative_to(folder)}; expected runs/<experiment>/<hash>, stage evaluate finished"
-            )
-    results = json.loads((evaluate / "results.json").read_text(encoding="utf-8"))
-    texts = [evaluate / "results.md", evaluate / "paper.md"]
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return {
-        "folder": folder,
-        "group": f"{config['experiment']}-{folder.name}",
-        "config": config,
-        "rows": results["rows"],
-        "tables": [p.read_text(encoding="utf-8") for p in texts if p.is_file()],
-    }
+    for name in ("config.json", "evaluate/manifest.json", "evaluate/results.json"):
+        if not (folder / name).is_file():
+            raise MissingInput(f"{folder}: no {name}; expected runs/<experiment>/<hash>, stage evaluate finished")
+    try:
+        config = _object(folder / "config.json", ("experiment",))
+        _check_current(folder, config)
+        rows = _rows(folder / "evaluate" / "results.json")
+        texts = [folder / "evaluate" / name for name in ("results.md", "paper.md")]
+        read = [p.read_text(encoding="utf-8") for p in texts if p.is_file()]
+    except (ArtifactError, OSError) as error:
+        raise MissingInput(f"{folder}: {error}") from None
+    group = f"{config['experiment']}-{folder.name}"
+    return {"folder": folder, "group": group, "config": config, "rows": rows, "tables": read}
+
+
+def stage_folder(folder: Path, stage: str, config: dict[str, Any]) -> StageFolder:
+    """A stage of a job that is looked at only."""
+    return StageFolder(folder / stage, stage, config)
+
+
+def _check_current(folder: Path, config: dict[str, Any]) -> None:
+    """Raise ArtifactError if evaluate's files are not what it wrote, or were made of other outputs than there are."""
+    of = partial(stage_folder, folder, config=config)
+    manifest = of("evaluate").require("report")
+    if "results.json" not in manifest["outputs"] or "decode" not in manifest["inputs"]:
+        raise ArtifactError(f"{of('evaluate').manifest} is damaged (results.json or decode is not in it); {_REDO}")
+    of("decode").require("evaluate")
+    if others := of("evaluate").outdated(manifest, of):
+        raise ArtifactError(
+            f"evaluate was made of other outputs than there are now; these differ: {', '.join(others)}; redo it: "
+            "stages=[decode,evaluate]"
+        )
+
+
+def _object(path: Path, keys: Sequence[str]) -> dict[str, Any]:
+    """A JSON file that holds an object with these keys; raises ArtifactError if it does not."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        missing = [key for key in keys if not isinstance(found, dict) or key not in found]
+        why = f"no {', '.join(missing)} in it" if missing else None
+    except ValueError as error:  # not UTF-8, no JSON
+        why = str(error)
+    if why:
+        raise ArtifactError(f"{path} is damaged ({why}); {_REDO}")
+    return found
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of results; raises ArtifactError if it has none."""
+    rows = _object(path, ("rows",))["rows"]
+    if not (isinstance(rows, list) and rows and all(isinstance(r, dict) and r.keys() >= _ROW for r in rows)):
+        raise ArtifactError(f"{path} is damaged (no rows with {', '.join(sorted(_ROW))}); {_REDO}")
+    return rows
 
 
 def load_finished(folders: Sequence[Path], program: str = "report") -> list[dict[str, Any]]:
@@ -136,6 +181,20 @@ def _panels(wr: Any, rows: list[dict[str, Any]]) -> list[Any]:
     return [*panels, wr.MediaBrowser(media_keys=["breakdown", "overlap", "hit_rate", "layers", "latency", "layer"])]
 
 
+def _save(report: Any) -> None:
+    """Send a report; raises MissingInput for whatever W&B refuses, a login that is not there first of all."""
+    without = "Without W&B, --table prints the jobs' tables and --dry-run lists the report's sections"
+    if not has_key():
+        raise MissingInput(f"no W&B login, which a report needs: run `wandb login`. {without}")
+    try:
+        report.save()
+    except Exception as error:  # no network, a key that is not valid, another's project: each of a class of its own
+        raise MissingInput(
+            f"W&B did not take the report ({first_line(error)}): look at --entity and the network, or run "
+            f"`wandb login --relogin`. {without}"
+        ) from None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(
@@ -157,14 +216,14 @@ def main(argv: list[str] | None = None) -> int:
             print("\n\n".join(made(jobs) for made, asked in ((joint, args.table), (beside_paper, args.paper)) if asked))
             return 0
         report = build(jobs, args.project, args.entity, args.title)
+        if args.dry_run:
+            print("\n".join(type(block).__name__ for block in report.blocks))
+        else:
+            _save(report)
+            print(report.url)
     except PrrError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
-    if args.dry_run:
-        print("\n".join(type(block).__name__ for block in report.blocks))
-        return 0
-    report.save()
-    print(report.url)
     return 0
 
 

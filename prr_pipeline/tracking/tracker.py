@@ -13,8 +13,9 @@ import netrc
 import os
 import re
 import shlex
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -169,17 +170,33 @@ class WandbRun:
         except Exception as error:
             if kind not in self._warned:
                 self._warned.add(kind)
-                log.warning("W&B refused a call (%s), the job goes on: %s", kind, _line(error))
+                log.warning("W&B refused a call (%s), the job goes on: %s", kind, first_line(error))
             return False
         return True
 
 
 @dataclass(kw_only=True)
-class NoTracker:
-    """Tracks nothing."""
+class Tracker(ABC):
+    """Opens a run for each stage of a job."""
 
-    def check(self) -> None:
-        """Accept: there is nothing to set."""
+    def check(self) -> None:  # noqa: B027 (a tracker without values has nothing to check)
+        """Raise ConfigError for values that cannot be, before any work."""
+
+    @abstractmethod
+    def run(self, stage: str, group: str, config: Mapping[str, Any], folder: Path) -> AbstractContextManager[Run]:
+        """The run of a stage as a context, which ends it in every case.
+
+        Args:
+            stage: the job type, such as `decode`.
+            group: what the runs of an experiment have in common.
+            config: the job's configuration; an OmegaConf node is resolved.
+            folder: the stage's output folder.
+        """
+
+
+@dataclass(kw_only=True)
+class NoTracker(Tracker):
+    """Tracks nothing."""
 
     @contextmanager
     def run(self, stage: str, group: str, config: Mapping[str, Any], folder: Path) -> Iterator[Run]:
@@ -188,11 +205,8 @@ class NoTracker:
 
 
 @dataclass(kw_only=True)
-class LocalTracker:
+class LocalTracker(Tracker):
     """Appends every logged value to `metrics.jsonl` in the stage's folder; no service at all."""
-
-    def check(self) -> None:
-        """Accept: there is nothing to set."""
 
     @contextmanager
     def run(self, stage: str, group: str, config: Mapping[str, Any], folder: Path) -> Iterator[Run]:
@@ -201,7 +215,7 @@ class LocalTracker:
 
 
 @dataclass(kw_only=True)
-class WandbTracker:
+class WandbTracker(Tracker):
     """Weights & Biases: one run a stage, grouped by experiment.
 
     mode: `offline` (run folders on disk, for `wandb sync`), `online` (without a key, or without a
@@ -228,7 +242,7 @@ class WandbTracker:
             near = difflib.get_close_matches(str(self.mode), WANDB_MODES, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ConfigError(f"tracker.mode={self.mode} is unknown{hint}; known: {', '.join(WANDB_MODES)}")
-        if self.mode == "online" and not _has_key():
+        if self.mode == "online" and not has_key():
             log.warning(
                 "tracker.mode=online, but there is no W&B key (WANDB_API_KEY, or a netrc entry for"
                 " %s): going offline. `wandb login` sets a key.",
@@ -238,14 +252,7 @@ class WandbTracker:
 
     @contextmanager
     def run(self, stage: str, group: str, config: Mapping[str, Any], folder: Path) -> Iterator[Run]:
-        """Open the run of a stage; it is finished in every case, with exit code 1 on any exception.
-
-        Args:
-            stage: the job type, such as `decode`.
-            group: what the runs of an experiment have in common.
-            config: the job's configuration; an OmegaConf node is resolved.
-            folder: the stage's output folder.
-        """
+        """Open the run of a stage; it is finished in every case, with exit code 1 on any exception."""
         self.check()
         if self.mode == "disabled":
             yield NullRun()
@@ -283,9 +290,9 @@ class WandbTracker:
                 return self._init(stage, group, config, folder, local)
             except Exception as error:
                 if self.mode == "offline":
-                    log.warning("W&B did not start, metrics go to %s: %s", local.path, _line(error))
+                    log.warning("W&B did not start, metrics go to %s: %s", local.path, first_line(error))
                     return local
-                log.warning("W&B could not go online, going offline: %s", _line(error))
+                log.warning("W&B could not go online, going offline: %s", first_line(error))
                 self.mode = "offline"  # for the later stages too: they would wait for the same failure
 
     def _init(self, stage: str, group: str, config: Mapping[str, Any], folder: Path, local: LocalRun) -> WandbRun:
@@ -333,7 +340,7 @@ def _cell(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | float) else json.dumps(value, default=str)
 
 
-def _line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """The error as one line: its type and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
@@ -342,7 +349,7 @@ def _host() -> str:
     return urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
 
 
-def _has_key() -> bool:
+def has_key() -> bool:
     """Whether W&B would find credentials for its server, looked up where W&B looks."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True

@@ -107,6 +107,16 @@ def test_a_run_can_leave_the_rows_of_others_in_the_file():
     assert len(new) == 2 and "commit" not in before["rows"][0]
 
 
+def test_a_file_whose_rows_cannot_be_kept_is_named_before_any_is_measured(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("a case was measured"))
+    out = tmp_path / "k.json"
+    for text in ("{", "[]"):
+        out.write_text(text)
+        assert bench.main(["--ops", "merge", "--keep", "--out", str(out)]) == 2
+        assert f"--keep: {out}: " in caplog.text and out.read_text() == text
+
+
 def test_comparisons_fail_when_they_should():
     a = torch.tensor([1.0, 2.0, -float("inf")])
     bench_cases.close(a, a.clone(), 1e-6, "x")

@@ -63,6 +63,39 @@ def test_missing_or_double_markers_are_refused(text):
         report.insert(text, "new")
 
 
+FOREIGN = "not of this program: expected gpu, commit, date, and rows with op at least"
+FAULTS = {
+    None: "No such file or directory",
+    "": "no JSON (Expecting value: ",
+    "[]": FOREIGN,
+    '{"rows": [1]}': FOREIGN,
+    json.dumps(data(1)): FOREIGN,
+    json.dumps(data({"op": "attend"})): "not of this program: it has no 'budget'",
+    json.dumps(data(row(us="fast"))): "not of this program (Unknown format code 'f'",
+}
+
+
+@pytest.mark.parametrize("found", FAULTS)
+def test_results_that_are_none_are_named_and_the_document_is_left_as_it_is(found, tmp_path, capsys):
+    results, document = tmp_path / "k.json", tmp_path / "D.md"
+    document.write_text(f"{report.BEGIN}\n{report.END}\n")
+    if found is not None:
+        results.write_text(found)
+    assert report.main([str(results), str(document)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"report: {results}: {FAULTS[found]}") and said.count("\n") == 1
+    assert document.read_text() == f"{report.BEGIN}\n{report.END}\n"
+
+
+@pytest.mark.parametrize(("text", "said"), [(None, "No such file or directory"), ("text", "expected the lines ")])
+def test_a_document_that_cannot_be_written_to_is_named(text, said, tmp_path, capsys):
+    document = tmp_path / "D.md"
+    if text is not None:
+        document.write_text(text)
+    assert report.main([str(RESULTS), str(document)]) == 2
+    assert capsys.readouterr().err.startswith(f"report: {document}: {said}")
+
+
 def test_readme_says_what_was_published():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert report.insert(text, report.table(json.loads(RESULTS.read_text(encoding="utf-8")))) == text

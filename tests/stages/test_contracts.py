@@ -15,6 +15,7 @@ from prr_pipeline.benchmarks.text import Text
 from prr_pipeline.dsa.quest import Quest
 from prr_pipeline.errors import ConfigError
 from prr_pipeline.models import load
+from prr_pipeline.prr.predictor import EmaPredictor
 from prr_pipeline.stages import job
 
 Words = tuple[str, ...]
@@ -98,6 +99,49 @@ def test_nan_in_a_full_selection_fails_the_job_too(run: Runner, text: Words) -> 
 
 def test_a_selection_that_is_full_is_not_short(run: Runner, text: Words, no_plots: None) -> None:
     assert {r["short_steps"] for r in samples(run(*text))} == {0}
+
+
+@dataclass(kw_only=True)
+class Lacking(Quest):
+    """It asks for an argument that no option file gives."""
+
+    rank: int
+
+
+@dataclass(kw_only=True)
+class Raising(EmaPredictor):
+    """Its constructor raises what the test sets."""
+
+    error: ClassVar[Exception]
+
+    def __post_init__(self) -> None:
+        raise type(self).error
+
+
+def test_a_class_that_lacks_an_argument_is_named_with_it(run: Runner, text: Words, no_model: None) -> None:
+    said = run.refused(*text, "dsa._target_=test_contracts.Lacking", kind=ConfigError)
+    assert said == (
+        "dsa._target_ = test_contracts.Lacking cannot be made of the values under dsa (TypeError: Lacking.__init__() "
+        "missing 1 required keyword-only argument: 'rank'); change them, or the class"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ZeroDivisionError(),
+            "predictor._target_ = test_contracts.Raising cannot be made of the values under predictor "
+            "(ZeroDivisionError: -); change them, or the class",
+        ),
+        (ConfigError("predictor.window = 3 is odd"), "predictor.window = 3 is odd"),
+    ],
+)
+def test_a_class_whose_constructor_raises_is_named(
+    run: Runner, text: Words, no_model: None, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    monkeypatch.setattr(Raising, "error", error, raising=False)
+    assert run.refused(*text, "predictor._target_=test_contracts.Raising", kind=ConfigError) == said
 
 
 # ---- benchmarks
@@ -244,7 +288,15 @@ def test_the_tokenizer_is_loaded_once(run: Runner, short: Words, monkeypatch: py
             "model.architecture.head_dim = 15 gives 15 rotary dimensions, expected an even number: RoPE",
         ),
         (("head_dim=0",), "model.architecture.head_dim = 0, expected a whole number from 1 on"),
-        (("hidden_size=0",), "model.architecture.hidden_size = 0, expected a whole number from 1 on"),
+        *(
+            ((f"{key}={value}",), f"model.architecture.{key} = {value}, expected a whole number from 1 on")
+            for key in (
+                *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size"),
+                *("intermediate_size", "vocab_size", "max_position_embeddings"),
+            )
+            for value in (0, -1)
+        ),
+        (("num_hidden_layers=many",), "model.architecture.num_hidden_layers = 'many', expected a whole number"),
         (
             ("num_key_value_heads=3",),
             "model.architecture.num_attention_heads = 4 is no multiple of num_key_value_heads",
@@ -258,6 +310,32 @@ def test_sizes_that_no_model_can_have_are_refused_before_any_work(
 ) -> None:
     text = run.refused(*short, *(f"model.architecture.{w}" for w in words), kind=ConfigError)
     assert text.startswith(expected) and not list(run.output.glob("default/*/status.json"))
+
+
+def test_sizes_are_checked_whatever_the_weights_and_stages(run: Runner, no_model: None) -> None:
+    """dsa.dense_layers is held against the layers of all of them."""
+    for words in ((), ("stages=[evaluate]",)):
+        text = run.refused("model.architecture.num_hidden_layers=0", *words, kind=ConfigError)
+        assert text == "model.architecture.num_hidden_layers = 0, expected a whole number from 1 on"
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("model.architecture.model_type=foo", "model.architecture.model_type=foo is unknown among the causal language"),
+        ("model.architecture.model_type=lama", "model.architecture.model_type=lama is unknown among the causal langu"),
+        ("model.architecture.model_type=5", "model.architecture.model_type=5 is unknown among the causal language"),
+        ("model.architecture.model_type=clip", "model.architecture.model_type=clip is unknown among the causal langu"),
+        ("+model.architecture.hiden_size=64", "model.architecture.hiden_size: model type llama has no such key. Did"),
+        ("model.architecture.rms_norm_eps=small", "model.architecture of smollm2: Validation error for field 'rms_no"),
+    ],
+)
+def test_an_architecture_that_transformers_does_not_know_is_refused_before_any_work(
+    run: Runner, short: Words, no_model: None, word: str, expected: str
+) -> None:
+    text = run.refused(*short, word, kind=ConfigError)
+    assert text.startswith(expected) and "\n" not in text
+    assert not list(run.output.glob("default/*/status.json"))
 
 
 def test_the_rotary_share_of_a_head_must_be_even_too(run: Runner, no_model: None) -> None:

@@ -72,6 +72,18 @@ def test_a_sample_that_lacks_a_mode_is_done_again(run: Runner, short: Words) -> 
     assert by_id[0] == by_id[1]
 
 
+@pytest.mark.parametrize("line", ['{"a": 1}', "[1]", "7"])
+@pytest.mark.parametrize("stage", ["calibrate", "decode"])
+def test_a_line_that_is_no_record_is_named_where_a_stage_goes_on(
+    run: Runner, short: Words, stage: str, line: str
+) -> None:
+    words = (*short, "benchmark.num_samples=1")
+    path = run(*words) / stage / "samples.jsonl"
+    path.write_text(line + "\n" + path.read_text())
+    (path.parent / "manifest.json").unlink()
+    assert run.refused(*words, kind=ArtifactError).startswith(f"{path}: line 1 is damaged (no ")
+
+
 def test_an_interrupted_calibration_goes_on_where_it_was(
     run: Runner, short: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:

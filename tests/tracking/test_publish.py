@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from finished import finished, seal
 
 from cutlass_kernels import bench
 from prr_pipeline.tracking import publish
@@ -17,8 +18,6 @@ HEAD = {"gpu": "g", "driver": "d", "torch": "t", "cutlass": "c", "commit": "0123
 
 def job(folder: Path, ceiling: float = 4.0, **times: float) -> Path:
     """A job whose modes took so many ms, as its stages leave it."""
-    for stage in ("decode", "profile", "evaluate"):
-        (folder / stage).mkdir(parents=True)
     config = {"experiment": "speed", "benchmark": {"length": 131072}, "budget": {"name": "profiled"}}
     modes = {"serial": None, "dense": None, **times}
     rows, samples = [], []
@@ -40,15 +39,8 @@ def job(folder: Path, ceiling: float = 4.0, **times: float) -> Path:
         ],
         "breakdown": [{"context": c, "select_us": us, "attend_us": 6.0} for c, us in ((65536, 8.0), (131072, 10.0))],
     }
-    for name, value in (
-        ("config.json", config),
-        ("profile/profile.json", profile),
-        ("evaluate/results.json", {"rows": rows}),
-        ("evaluate/manifest.json", {}),
-    ):
-        (folder / name).write_text(json.dumps(value))
-    (folder / "decode" / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
-    return folder
+    files = {"profile/profile.json": profile, "evaluate/results.json": {"rows": rows}}
+    return finished(folder, config, files | {"decode/samples.jsonl": samples})
 
 
 def by_mode(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -69,7 +61,7 @@ def test_a_delta_that_was_not_profiled_hides_an_unknown_share(tmp_path: Path) ->
     folder = job(tmp_path / "a", serial=7.0, prr=6.8)
     results = folder / "evaluate" / "results.json"
     results.write_text(results.read_text().replace('"delta": 1.5', '"delta": 1.25'))
-    prr = by_mode(publish.measured([load_job(folder)])["rows"])["prr"]
+    prr = by_mode(publish.measured([load_job(seal(folder))])["rows"])["prr"]
     assert [prr[key] for key in ("select_us", "attend_us", "repair_us", "hidden")] == [None] * 4
 
 
@@ -99,6 +91,34 @@ def test_a_job_that_is_not_finished_is_named_and_left_out(
     assert capsys.readouterr().err.startswith(f"publish: left out: {other}: no evaluate/manifest.json")
 
 
+def test_a_job_whose_records_are_others_now_is_named_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(bench, "envelope", lambda rows, commit, name, program: {"name": name, **HEAD, "rows": rows})
+    done, other = job(tmp_path / "a", serial=7.0), job(tmp_path / "b", serial=7.0)
+    (other / "decode" / "samples.jsonl").write_text("")
+    assert publish.main([str(other), str(done), "--out", str(tmp_path / "x.json")]) == 0
+    assert len(json.loads((tmp_path / "x.json").read_text())["rows"]) == 2
+    assert f"left out: {other}: {other}/decode/samples.jsonl changed since decode wrote it; " in capsys.readouterr().err
+
+
+def test_a_profile_that_is_not_what_its_stage_wrote_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """One that was made after evaluate, which does not know it."""
+    monkeypatch.setattr(bench, "envelope", lambda rows, commit, name, program: {"name": name, **HEAD, "rows": rows})
+    done = job(tmp_path / "a", serial=7.0)
+    (done / "profile").rename(tmp_path / "kept")
+    seal(done)
+    (tmp_path / "kept").rename(done / "profile")
+    assert publish.main([str(done), "--out", str(tmp_path / "x.json")]) == 0
+    capsys.readouterr()
+    (done / "profile" / "profile.json").write_text("{")
+    assert publish.main([str(done), "--out", str(tmp_path / "x.json")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"publish: {done}/profile/profile.json changed since profile wrote it; redo it with force=")
+
+
 def test_a_file_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(bench, "envelope", lambda rows, commit, name, program: {"name": name, **HEAD, "rows": rows})
     out, readme = tmp_path / "h200" / "decode.json", tmp_path / "README.md"
@@ -125,6 +145,7 @@ def test_jobs_of_another_commit_can_stay_and_are_named(
     out, first, other = tmp_path / "x.json", job(tmp_path / "a", serial=7.0), job(tmp_path / "b", serial=8.0)
     results = other / "evaluate" / "results.json"
     results.write_text(results.read_text().replace("glm4", "glm5"))
+    seal(other)
     assert publish.main([str(first), str(other), "--out", str(out)]) == 0
     assert "2026-01-01: ms a token, floor at 4.0 TB/s\n" in publish.table(json.loads(out.read_text()))
     again = job(tmp_path / "c" / "a", 5.0, serial=6.0)
@@ -166,7 +187,54 @@ def test_what_cannot_be_kept_is_said_and_left_as_it_is(
     made = job(tmp_path / "a", serial=7.0)
     assert publish.main([str(made), "--keep", "--out", str(out)]) == 1
     assert out.exists() == (found is not None) and (found is None or out.read_text() == found)
-    assert capsys.readouterr().err.count("\n") == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"publish: {out}: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (None, "No such file or directory"),
+        ("", "no JSON (Expecting value: line 1 column 1 (char 0))"),
+        ("[]", "not of this program: expected gpu, commit, date, and rows with dsa, job, mode at least"),
+        ({**HEAD, "rows": [{"dsa": "quest"}]}, "not of this program: expected gpu, commit, date, and rows with dsa,"),
+        ({**HEAD, "rows": [{"dsa": "q", "mode": "prr", "job": "a"}]}, "not of this program: it has no 'model'"),
+    ],
+)
+def test_a_file_that_cannot_be_shown_is_named_and_the_document_left_as_it_is(
+    found: Any, said: str, tmp_path: Path, capsys: Any
+) -> None:
+    out, document = tmp_path / "x.json", tmp_path / "D.md"
+    document.write_text("\n".join(publish.MARKERS))
+    if found is not None:
+        out.write_text(found if isinstance(found, str) else json.dumps(found))
+    assert publish.main(["--out", str(out), "--document", str(document)]) == 1
+    assert capsys.readouterr().err.startswith(f"publish: {out}: {said}")
+    assert document.read_text() == "\n".join(publish.MARKERS)
+
+
+def test_a_document_without_markers_is_named(tmp_path: Path, capsys: Any) -> None:
+    out, document = tmp_path / "x.json", tmp_path / "D.md"
+    out.write_text(json.dumps({**HEAD, "rows": []}))
+    document.write_text("text")
+    assert publish.main(["--out", str(out), "--document", str(document)]) == 1
+    assert capsys.readouterr().err.startswith(f"publish: {document}: expected the lines ")
+
+
+def test_a_job_whose_records_lack_what_is_published_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Those of an older version, say: they are what its stages wrote."""
+    monkeypatch.setattr(bench, "envelope", lambda rows, commit, name, program: {"name": name, **HEAD, "rows": rows})
+    old = job(tmp_path / "a", serial=7.0)
+    records = old / "decode" / "samples.jsonl"
+    records.write_text(records.read_text().replace("read_bytes", "bytes"))
+    seal(old)
+    assert publish.main([str(old), "--out", str(tmp_path / "x.json")]) == 1
+    assert capsys.readouterr().err == (
+        f"publish: {old}: its records lack what is published (KeyError: 'read_bytes'); redo it with force=true "
+        "stages=[calibrate,profile,decode,evaluate]\n"
+    )
 
 
 def test_without_a_gpu_one_line_says_where_to_run_it_before_any_work(

@@ -3,9 +3,11 @@
 
 import builtins
 import json
+import shutil
 import sys
 
 import pytest
+from finished import finished, seal
 
 from prr_pipeline.errors import MissingInput
 from prr_pipeline.tracking import report
@@ -14,14 +16,10 @@ from prr_pipeline.tracking import report
 @pytest.fixture
 def job(tmp_path):
     folder = tmp_path / "smollm2_quest" / "0123456789ab"
-    (folder / "evaluate").mkdir(parents=True)
     config = {"experiment": "smollm2_quest", "seed": 7, "runtime": {"repair": "exact"}, "budget": {"name": "fixed"}}
-    rows = [{"task": t, "mode": m} for t in ("niah", "vt") for m in ("serial", "prr")]
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "evaluate/results.json").write_text(json.dumps({"rows": rows}))
-    (folder / "evaluate/results.md").write_text("| the table |")
-    (folder / "evaluate/manifest.json").write_text("{}")
-    return folder
+    of = {"model": "m", "dsa": "quest", "benchmark": "ruler"}
+    rows = [of | {"task": t, "mode": m} for t in ("niah", "vt") for m in ("serial", "prr")]
+    return finished(folder, config, {"evaluate/results.json": {"rows": rows}, "evaluate/results.md": "| the table |"})
 
 
 def test_a_section_shows_the_table_and_the_runs_of_the_job(job):
@@ -43,7 +41,6 @@ def test_a_table_over_jobs_names_what_differs_and_keeps_each_job_s_own_serial(tm
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)  # it needs none
     for number, (delta, serial) in enumerate(((1.0, 10.0), (2.0, 30.0))):
         folder = tmp_path / "sweep" / f"hash{number}"
-        (folder / "evaluate").mkdir(parents=True)
         config = {"experiment": "sweep", "seed": 7, "budget": {"name": "fixed", "delta": delta}}
         of = {"model": "m", "weights": "hub", "dsa": "quest", "benchmark": "ruler", "budget_tokens": 64, "seed": 7}
         rows = [
@@ -51,9 +48,7 @@ def test_a_table_over_jobs_names_what_differs_and_keeps_each_job_s_own_serial(tm
             for task in ("niah", "vt")
             for mode, ms in (("serial", serial), ("prr", 5.0))
         ]
-        (folder / "config.json").write_text(json.dumps(config))
-        (folder / "evaluate/results.json").write_text(json.dumps({"rows": rows}))
-        (folder / "evaluate/manifest.json").write_text("{}")
+        finished(folder, config, {"evaluate/results.json": {"rows": rows}})
     assert report.main([*map(str, sorted((tmp_path / "sweep").iterdir())), "--table"]) == 0
     first, second, _, head, _, *body = capsys.readouterr().out.splitlines()
     assert first == "- job 1: sweep-hash0: m (hub weights) x quest, budget.delta=1.0"
@@ -76,12 +71,10 @@ def test_the_paper_s_tables_over_jobs_have_a_line_a_pair_and_a_column_a_context(
     jobs.append(("glm4", "infllm_v2", 65536, 6.0))  # the same again on a slower machine: each over its own serial
     for number, (model, dsa, length, serial) in enumerate(jobs):
         folder = tmp_path / f"hash{number}"
-        (folder / "evaluate").mkdir(parents=True)
         own = of | {"model": model, "dsa": dsa}
         rows = [own | {"mode": m, "ms_per_token": ms} for m, ms in (("serial", serial), ("prr", 2.0))]
-        (folder / "config.json").write_text(json.dumps({"experiment": "speed", "benchmark": {"length": length}}))
-        (folder / "evaluate/results.json").write_text(json.dumps({"rows": rows}))
-        (folder / "evaluate/manifest.json").write_text("{}")
+        config = {"experiment": "speed", "benchmark": {"length": length}}
+        finished(folder, config, {"evaluate/results.json": {"rows": rows}})
     assert report.main([*map(str, sorted(tmp_path.iterdir())), "--paper"]) == 0
     first = capsys.readouterr().out.split("###")[1].splitlines()
     cells = [[c.strip() for c in line.split("|")[1:-1]] for line in first if line.startswith("|")]
@@ -100,10 +93,88 @@ def test_an_unfinished_job_is_named(job, gone, capsys):
     assert f"no {gone}" in capsys.readouterr().err
 
 
+def changed(path, text):
+    path.write_text(path.read_text() + text)
+
+
+def remade(job, stage):
+    """Let a stage's output count as another one."""
+    path = job / stage / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"device": "another"}))
+
+
+def hollow(manifest):
+    """Let it say that nothing was made of nothing."""
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"inputs": {}, "outputs": {}}))
+
+
+def resealed(job, name, text):
+    """A file that its manifest knows, and that is still no file of results."""
+    (job / name).write_text(text)
+    seal(job)
+
+
+ROWS = "evaluate/results.json is damaged (no rows with benchmark, dsa, mode, model, task); "
+EVALUATE = "redo it with force=true stages=[evaluate]"
+STALE = "evaluate was made of other outputs than there are now; these differ: "
+DAMAGE = {
+    "results": (
+        lambda job: changed(job / "evaluate/results.json", " "),
+        f"results.json changed since evaluate wrote it; {EVALUATE}",
+    ),
+    "table": (lambda job: (job / "evaluate/results.md").unlink(), "results.md is missing since evaluate wrote it; "),
+    "records": (
+        lambda job: changed(job / "decode/samples.jsonl", "{}\n"),
+        "samples.jsonl changed since decode wrote it; redo it with force=true stages=[decode]",
+    ),
+    "decode": (lambda job: remade(job, "decode"), f"{STALE}decode; redo it: stages=[decode,evaluate]"),
+    "calibrate": (
+        lambda job: remade(job, "calibrate"),
+        f"{STALE}calibrate; redo it: stages=[decode,evaluate]",
+    ),
+    "gone": (
+        lambda job: shutil.rmtree(job / "decode"),
+        "decode has none; run it too: stages=[decode,evaluate]",
+    ),
+    "manifest": (lambda job: (job / "evaluate/manifest.json").write_text("{}"), "manifest.json is damaged ('config')"),
+    "no JSON": (lambda job: (job / "config.json").write_text("{"), "config.json is damaged (Expecting property name"),
+    "no UTF-8": (lambda job: (job / "config.json").write_bytes(b"\xff"), "config.json is damaged ('utf-8' codec"),
+    "no object": (lambda job: (job / "config.json").write_text("[1]"), "config.json is damaged (no experiment in it)"),
+    "no pairs": (lambda job: (job / "config.json").write_text('[["experiment", 1]]'), "(no experiment in it); "),
+    "hollow": (lambda job: hollow(job / "evaluate/manifest.json"), "is damaged (results.json or decode is not in it)"),
+    "no keys": (lambda job: (job / "config.json").write_text("{}"), "config.json is damaged (no experiment in it); "),
+    "no rows": (lambda job: resealed(job, "evaluate/results.json", '{"rows": []}'), ROWS + EVALUATE),
+    "bare rows": (lambda job: resealed(job, "evaluate/results.json", '{"rows": [{"task": "vt"}]}'), ROWS + EVALUATE),
+    "a list": (lambda job: resealed(job, "evaluate/results.json", "[]"), "results.json is damaged (no rows in it); "),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_job_that_is_stale_or_damaged_is_not_finished(job, what, capsys):
+    """It is named with what to do, alone and among others."""
+    other = job.parent / "ba9876543210"
+    shutil.copytree(job, other)
+    finished(other, json.loads((other / "config.json").read_text()), {"calibrate/samples.jsonl": []})
+    assert report.main([str(other), "--table"]) == 0
+    break_it, said = DAMAGE[what]
+    capsys.readouterr()
+    break_it(other)
+    assert report.main([str(other), "--table"]) == 2
+    alone = capsys.readouterr().err
+    assert alone.startswith(f"report: {other}: ") and said in alone and alone.count("\n") == 1
+    assert report.main([str(other), str(job), "--table"]) == 0
+    assert capsys.readouterr().err == alone.replace("report: ", "report: left out: ", 1)
+
+
+def test_the_stages_before_decode_may_be_gone(job):
+    """As for the program itself: the records that were made of them stand."""
+    finished(job, json.loads((job / "config.json").read_text()), {"calibrate/samples.jsonl": []})
+    shutil.rmtree(job / "calibrate")
+    assert report.main([str(job), "--table"]) == 0
+
+
 @pytest.mark.parametrize("how", ["--table", "--dry-run"])
 def test_unfinished_jobs_of_a_sweep_are_left_out_by_name(job, how, capsys):
-    results = {"rows": [{"task": "vt", "mode": "serial", "model": "m", "dsa": "quest", "benchmark": "ruler"}]}
-    (job / "evaluate/results.json").write_text(json.dumps(results))
     assert report.main([str(job), how]) == 0
     alone = capsys.readouterr().out
     other = job.parent / "ba9876543210"
@@ -126,3 +197,29 @@ def test_the_missing_extra_is_named(job, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingInput, match="pip install wandb-workspaces"):
         report.build([report.load_job(job)], "p", "e", "t")
+
+
+@pytest.fixture
+def no_login(tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def test_without_a_login_one_line_says_what_gets_further(job, no_login, capsys):
+    assert report.main([str(job)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("report: no W&B login") and said.err.count("\n") == 1
+    assert all(word in said.err for word in ("`wandb login`", "--table", "--dry-run"))
+    assert report.main([str(job), "--dry-run"]) == 0
+
+
+def test_what_w_b_refuses_is_one_line_too(job, no_login, monkeypatch, capsys):
+    def refuses(_):
+        raise RuntimeError("no such entity\nand more")
+
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr("wandb_workspaces.reports.v2.Report.save", refuses)
+    assert report.main([str(job)]) == 2
+    said = capsys.readouterr().err
+    assert "W&B did not take the report (RuntimeError: no such entity): " in said and said.count("\n") == 1
