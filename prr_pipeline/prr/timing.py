@@ -114,10 +114,10 @@ class PhaseTimes:
             "dense_us": self._time(lambda layer, q: phase.dense(cache.layers[layer], q, self.scale)),
         }
 
-    def speculative(self, width: int, repair: str = "exact") -> dict[str, float]:
+    def speculative(self, width: int, repair: str = "exact") -> list[dict[str, float]]:
         """Of a step that speculates: attention over P and the repair alone, all side by side; blocks missed a KV head.
 
-        halves: whether the repair was faster as two launches; prr_us is of the faster way.
+        One for each way to repair; halves: whether that is two launches.
         """
         phase, cache = self.phase, self.cache
         plan = self.plan(width, repair)
@@ -126,17 +126,24 @@ class PhaseTimes:
             return phase.attend_ahead(plan, layer, cache.layers[layer], q, self.scale)
 
         ways = (False, True) if repair == "exact" else (False,)
-        found = {halves: self._together(replace(plan, halves=halves)) for halves in ways}
-        best = min(ways, key=lambda halves: found[halves])
+        together = [self._together(replace(plan, halves=halves)) for halves in ways]
         ready = {layer: ahead(layer, q) for layer, q in self.queries.items()}  # one buffer: its values do not matter
-        chosen = replace(plan, halves=best)
+        attend = self._time(ahead)
 
-        def mend(layer: int, q: Tensor) -> object:
-            return phase.mend(chosen, cache.layers[layer], q, phase.selection(layer), ready[layer], self.scale)
+        def mend(halves: bool) -> float:
+            chosen = replace(plan, halves=halves)
+            return self._time(
+                lambda layer, q: phase.mend(
+                    chosen, cache.layers[layer], q, phase.selection(layer), ready[layer], self.scale
+                )
+            )
 
-        times = {"attend_us": self._time(ahead), "repair_us": self._time(mend), "prr_us": found[best]}
         counts = phase.counts[self.skip :].float().mean((0, 1, 2)).tolist()
-        return {**times, "halves": best, "chosen": counts[0], "missed": counts[1]}
+        shared = {"attend_us": attend, "chosen": counts[0], "missed": counts[1]}
+        return [
+            {**shared, "repair_us": mend(halves), "prr_us": us, "halves": halves}
+            for halves, us in zip(ways, together, strict=True)
+        ]
 
     def _together(self, plan: Plan) -> float:
         at = self.cache.layers

@@ -49,35 +49,46 @@ def measure(job: Job, context: int, deltas: list[float], whole: bool) -> tuple[l
     """Rows of one context by delta, and its breakdown; us a layer (*_step_us: a step), TB/s.
 
     whole: time whole steps too. A row: select_us (scores and top-K) and attend_us (P), alone; repair_us; serial_us and
-    prr_us, the whole attention phase without and with speculation, with the repair in one launch or, where faster, in
-    halves; chosen and missed (blocks a KV head); serial_step_us and prr_step_us, whole steps. In the breakdown,
-    predict_us is prediction alone, and predict_step_us what a step takes less without it: what of it is on the critical
-    path, in all layers.
+    prr_us, the whole attention phase without and with speculation; halves: whether the repair is two launches, because
+    whole steps (without them: attention phases) took less; chosen and missed (blocks a KV head); serial_step_us and
+    prr_step_us, whole steps. In the breakdown, predict_us is prediction alone, and predict_step_us what a step takes
+    less without it: what of it is on the critical path, in all layers.
     """
     times = _times(job, context)
     serial = times.serial()
-    rows = []
-    for delta in deltas:
-        found = times.speculative(width(delta, job.method.top_k), job.runtime.repair)
-        kept = {k: serial[k] for k in ("select_us", "serial_us")}
-        rows.append({"context": context, "delta": delta, **kept, **found})
+    kept = {k: serial[k] for k in ("select_us", "serial_us")}
+    found = [
+        {"context": context, "delta": delta, **kept, **way}
+        for delta in deltas
+        for way in times.speculative(width(delta, job.method.top_k), job.runtime.repair)
+    ]
     predict = times.predict(width(deltas[-1], job.method.top_k))
     read = times.bytes_read()
     del times  # its caches: the steps have theirs
-    last = rows[-1]
+    of_steps = {"predict_step_us": _steps(job, context, found)} if whole else {}
+    rows = _faster(found)
     parts = {
         "select_us": serial["select_us"],
         "attend_us": serial["attend_all_us"],
-        "repair_us": last["repair_us"],
+        "repair_us": rows[-1]["repair_us"],
         "predict_us": predict,
         "score_us": serial["score_us"],
         "dense_us": serial["dense_us"],
+        **of_steps,
     }
-    if whole:
-        parts["predict_step_us"] = _steps(job, context, rows)
     for part in ("score", "attend", "dense"):
         parts[f"{part}_tbs"] = _tbs(read[part], parts[f"{part}_us"])
     return rows, {"context": context, **parts}
+
+
+def _faster(rows: list[Row]) -> list[Row]:
+    """Of each delta, the row of the way to repair that a step, or else an attention phase, took less with."""
+    best: dict[float, Row] = {}
+    for row in rows:
+        other = best.setdefault(row["delta"], row)
+        key = "prr_step_us" if "prr_step_us" in row else "prr_us"
+        best[row["delta"]] = min(other, row, key=lambda r: r[key])
+    return list(best.values())
 
 
 @dataclass(kw_only=True)

@@ -75,6 +75,17 @@ def test_a_baseline_is_timed_after_the_modes(run: Runner, graphs: list[GraphEngi
     assert eager["dense_steps"] == 0
 
 
+def test_a_profile_repairs_as_whole_steps_are_faster_and_without_them_as_the_phase_is() -> None:
+    rows = [
+        {"delta": delta, "halves": halves, "prr_us": phase, "prr_step_us": step}
+        for delta, halves, phase, step in ((1.0, False, 9.0, 90.0), (1.0, True, 8.0, 91.0), (2.0, False, 9.0, 80.0))
+    ]
+    assert [row["halves"] for row in profile_gpu._faster(rows)] == [False, False]
+    for row in rows:
+        del row["prr_step_us"]
+    assert [row["halves"] for row in profile_gpu._faster(rows)] == [True, False]
+
+
 @pytest.mark.parametrize("repair", ["exact", "union"])
 def test_a_profile_times_whole_steps_of_each_delta(
     run: Runner, graphs: list[GraphEngine], monkeypatch: pytest.MonkeyPatch, repair: str
