@@ -86,7 +86,7 @@ def test_whole_steps_decide_where_they_were_timed() -> None:
     """The phase alone says 2; beside other layers' work all but delta 1 lengthen the step, by more than noise."""
     times = [
         {"context": 1024, "delta": d, "serial_us": 10.0, "prr_us": 9.0, "serial_step_us": 5000.0, "prr_step_us": us}
-        for d, us in ((1.0, 4950.0), (1.25, 4970.0), (1.5, 4980.0), (2.0, 5001.0))
+        for d, us in ((1.0, 4950.0), (1.25, 4959.0), (1.5, 4980.0), (2.0, 5001.0))
     ]
     assert fitted(times).ratio(1024) == 1.25
     assert fitted([{**r, "serial_step_us": 4949.0} for r in times]).ratio(1024) == 0.0
