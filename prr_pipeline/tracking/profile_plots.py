@@ -117,7 +117,7 @@ def _safe_deltas(axes: Axes, rows: Sequence[Record], safe: Iterable[Record]) -> 
         if entry["delta"] > 0 and len(delta):
             point = (entry["context"], float(np.interp(entry["delta"], delta, attend)))
             points["safe delta"].append(point)
-            note(axes, f"{entry['delta']:.3g}", point, (0, 9), ha="center", weight="bold")
+            note(axes, f"{entry['delta']:.3g}", point, (9, 0), ha="left", va="center", weight="bold")
         elif select := values(here, "select_us"):
             points["no safe delta"].append((entry["context"], float(np.mean(select))))
     for (label, own), marker in zip(points.items(), ("*", "X"), strict=True):
