@@ -18,19 +18,17 @@ each op for shapes, dtypes and errors.
 
 import cutlass_kernels.cuda  # noqa: F401  (CUDA tensors are served by the templates)
 from cutlass_kernels.checks import debug
+from cutlass_kernels.layer_ops import add_norm_linear, add_rms_norm, linear, rms_norm, silu_mul_linear
 from cutlass_kernels.ops import (
     OPS,
     Replayed,
     Selection,
-    add_norm_linear,
-    add_rms_norm,
     append,
     append_infllm,
     append_quest,
     attend,
     attend_missed,
     infllm_scores,
-    linear,
     merge,
     merge_repaired,
     predict,
@@ -38,9 +36,7 @@ from cutlass_kernels.ops import (
     repair,
     repair_union,
     replay_hits,
-    rms_norm,
     select,
-    silu_mul_linear,
     speculate,
 )
 

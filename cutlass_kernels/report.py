@@ -110,7 +110,7 @@ def published(path: Path, keys: set[str]) -> dict[str, Any]:
 
 def show(
     path: Path,
-    data: dict[str, Any],
+    keys: set[str],
     document: Path,
     table: Callable[[dict[str, Any]], str],
     markers: tuple[str, str] = (BEGIN, END),
@@ -118,11 +118,12 @@ def show(
     """Put the table of a file of measurements between the markers of a document.
 
     Args:
-        path, data: of the file, see published.
+        path, keys: of the file, see published.
 
     Raises:
         ValueError: names the file at fault.
     """
+    data = published(path, keys)
     try:
         block = table(data)
     except KeyError as error:
@@ -146,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("document", type=Path, help="a Markdown file with the two marker lines")
     args = parser.parse_args(argv)
     try:
-        show(args.results, published(args.results, {"op"}), args.document, table)
+        show(args.results, {"op"}, args.document, table)
     except ValueError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2

@@ -195,6 +195,11 @@ def _drop_torn(f: BinaryIO) -> None:
             f.truncate(f.read().rfind(b"\n") + 1)
 
 
+def redo(*stages: str) -> str:
+    """What to do about faulty outputs of stages, for messages."""
+    return f"redo it with force=true stages=[{','.join(stages)}]"
+
+
 class StageFolder:
     """One stage's output: <output>/<experiment>/<config hash>/<stage>.
 
@@ -228,8 +233,8 @@ class StageFolder:
 
     @property
     def redo(self) -> str:
-        """What to do about a faulty output, for messages."""
-        return f"redo it with force=true stages=[{self.stage}]"
+        """What to do about a faulty output."""
+        return redo(self.stage)
 
     def load(self) -> dict[str, Any] | None:
         """The manifest, or None if the stage is not done.

@@ -21,7 +21,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from prr_pipeline.errors import ConfigError
+from prr_pipeline.errors import ConfigError, one_line
 
 MODES = ("dense", "serial", "reuse", "reuse_repair", "prr")
 STAGES = ("calibrate", "profile", "decode", "evaluate")
@@ -160,10 +160,9 @@ def check_target(group: str, node: DictConfig) -> None:
     try:
         cls: Any = located(str(target))
     except Exception as error:
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError(
-            f"{group}._target_ = {target} cannot be imported ({why}); install its package, or put its folder on "
-            "PYTHONPATH"
+            f"{group}._target_ = {target} cannot be imported ({one_line(error)}); install its package, or put its "
+            "folder on PYTHONPATH"
         ) from None
     if not isinstance(cls, type):
         raise ConfigError(f"{group}._target_ = {target} is no class; an option's class gives its schema")

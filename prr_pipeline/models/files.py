@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prr_pipeline.config import ModelConfig
-from prr_pipeline.errors import ConfigError, MissingInput
+from prr_pipeline.errors import ConfigError, MissingInput, one_line
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def hub_folder(cfg: ModelConfig) -> Path:
     try:  # folders inside a repository hold other formats of the same weights
         folder = _snapshot(cfg, allow_patterns=kinds, ignore_patterns=["*/*"], etag_timeout=HUB_TIMEOUT)
     except Exception as error:  # those of the hub's HTTP client, of its files and ours: no one base
-        why = f"the hub does not give it ({type(error).__name__}: {first_line(error)})"
+        why = f"the hub does not give it ({one_line(error)})"
         raise MissingInput(_no_weights(cfg, why)) from error
     if lacking := _lacking(folder):  # broken off, or in other formats only
         raise MissingInput(_no_weights(cfg, f"the hub did not give {', '.join(lacking)}"))
@@ -142,8 +142,3 @@ def fingerprint(files: list[Path]) -> str:
             stream.seek(max(0, size - _MIB))
             digest.update(stream.read(_MIB))
     return f"sha256 of names, sizes, first and last MiB: {digest.hexdigest()[:16]}"
-
-
-def first_line(error: Exception) -> str:
-    """What an exception says, without the rest of its story."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

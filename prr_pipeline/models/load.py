@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from prr_pipeline.config import WEIGHTS, ModelConfig, near
-from prr_pipeline.errors import ConfigError, MissingInput
-from prr_pipeline.models.files import TINY, check_hub, fingerprint, first_line, gguf_file, hub_folder, local_folder
+from prr_pipeline.errors import ConfigError, MissingInput, first_line
+from prr_pipeline.models.files import TINY, check_hub, fingerprint, gguf_file, hub_folder, local_folder
 from prr_pipeline.models.loading import gguf_read_once, quiet
 from prr_pipeline.models.sizes import architecture, check_architecture, parameter_count
 from prr_pipeline.models.tokenizer import BOS_ID, EOS_ID, byte_tokenizer, restore_split

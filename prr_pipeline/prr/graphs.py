@@ -128,7 +128,7 @@ class GraphRunner:
         else:
             q, k, v = (x[layer] for x in self.fed)
         out = self.phase.run(self.plan, layer, q, k, v, scale)[:, None]
-        if self.plan.sparse and layer == self.engine.layers - 1:
+        if self.plan.sparse and self.phase.logs and layer == self.engine.layers - 1:
             with forked(self.phase.learn):  # beside what is left of the model
                 self.log.nan.index_copy_(0, self.log.slot, self.phase.scores.isnan().any()[None])
         return out

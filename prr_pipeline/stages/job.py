@@ -19,7 +19,7 @@ from prr_pipeline.benchmarks.base import Benchmark, Sample, check_sample
 from prr_pipeline.benchmarks.locality import Locality
 from prr_pipeline.config import BASELINES, STAGES, ModelConfig, RuntimeConfig
 from prr_pipeline.dsa.base import SparseMethod, probe
-from prr_pipeline.errors import ArtifactError, ConfigError, PrrError
+from prr_pipeline.errors import ArtifactError, ConfigError, PrrError, one_line
 from prr_pipeline.models import files, load, sizes
 from prr_pipeline.models.tokenizer import encode_prompt
 from prr_pipeline.prr import baselines, synthetic
@@ -385,7 +385,7 @@ def _made(cfg: DictConfig, group: str) -> Any:
             raise cause from None
         raise ConfigError(
             f"{group}._target_ = {cfg[group]._target_} cannot be made of the values under {group} "
-            f"({type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else '-'}); change them, or the class"
+            f"({one_line(cause)}); change them, or the class"
         ) from cause
 
 

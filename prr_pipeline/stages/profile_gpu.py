@@ -83,12 +83,9 @@ def measure(job: Job, context: int, deltas: list[float], whole: bool) -> tuple[l
 
 def _faster(rows: list[Row]) -> list[Row]:
     """Of each delta, the row of the way to repair that a step, or else an attention phase, took less with."""
-    best: dict[float, Row] = {}
-    for row in rows:
-        other = best.setdefault(row["delta"], row)
-        key = "prr_step_us" if "prr_step_us" in row else "prr_us"
-        best[row["delta"]] = min(other, row, key=lambda r: r[key])
-    return list(best.values())
+    deltas = dict.fromkeys(row["delta"] for row in rows)
+    took = lambda row: row.get("prr_step_us", row["prr_us"])
+    return [min((row for row in rows if row["delta"] == delta), key=took) for delta in deltas]
 
 
 @dataclass(kw_only=True)
@@ -118,7 +115,7 @@ def _steps(job: Job, context: int, rows: list[Row]) -> float:
 
     def us(name: str, budget: BudgetPolicy, **changed: Any) -> float:
         mode, times = replace(Mode.build(name, job.runtime.repair, budget), **changed), []
-        for _ in range(2):
+        for _ in range(2):  # what else the machine does only adds
             steps = engine.decoder(start, mode, thetas).generate(Sampler(0, 1, 0, "profile"), room, set())
             times.append(statistics.fmean(s.stats.ms for s in steps if s.stats) * 1e3)
         return round(min(times), 3)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from prr_pipeline.artifacts import redo
 from prr_pipeline.errors import MissingInput, PrrError
 from prr_pipeline.tracking.cells import grid
 from prr_pipeline.tracking.report import load_finished, stage_folder
@@ -52,8 +53,8 @@ def _rows_of(job: Row, profile: Row, ceiling: float | None) -> list[Row]:
         return _rows(job, profile, ceiling)
     except (KeyError, TypeError, ValueError, ZeroDivisionError, StopIteration) as error:
         raise MissingInput(
-            f"{job['folder']}: its records lack what is published ({type(error).__name__}: {error}); redo it with "
-            "force=true stages=[calibrate,profile,decode,evaluate]"
+            f"{job['folder']}: its records lack what is published ({type(error).__name__}: {error}); "
+            + redo("calibrate", "profile", "decode", "evaluate")
         ) from error
 
 
@@ -214,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bench.write(args.out, head)
             print(f"{len(head['rows'])} rows in {args.out}")
         if args.document:
-            report.show(args.out, report.published(args.out, _NAMED), args.document, table, MARKERS)
+            report.show(args.out, _NAMED, args.document, table, MARKERS)
     except (PrrError, OSError, ValueError) as error:
         print(f"publish: {error}", file=sys.stderr)
         return 1

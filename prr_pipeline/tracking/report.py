@@ -20,15 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prr_pipeline.artifacts import StageFolder
-from prr_pipeline.errors import ArtifactError, MissingInput, PrrError
+from prr_pipeline.artifacts import StageFolder, redo
+from prr_pipeline.errors import ArtifactError, MissingInput, PrrError, one_line
 from prr_pipeline.tracking import tables
 from prr_pipeline.tracking.beside import paper_tables
-from prr_pipeline.tracking.tracker import first_line, has_key
+from prr_pipeline.tracking.tracker import has_key
 
 _METRICS = ("score", "ms_per_token")
 _ROW = {"model", "dsa", "benchmark", "task", "mode"}  # what tables name a row by
-_REDO = "redo it with force=true stages=[evaluate]"
+_REDO = redo("evaluate")
 
 
 def load_job(folder: Path) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _save(report: Any) -> None:
         report.save()
     except Exception as error:  # no network, a key that is not valid, another's project: each of a class of its own
         raise MissingInput(
-            f"W&B did not take the report ({first_line(error)}): look at --entity and the network, or run "
+            f"W&B did not take the report ({one_line(error)}): look at --entity and the network, or run "
             f"`wandb login --relogin`. {without}"
         ) from None
 

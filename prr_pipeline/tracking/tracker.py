@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 
-from prr_pipeline.errors import ConfigError
+from prr_pipeline.errors import ConfigError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class WandbRun:
         except Exception as error:
             if kind not in self._warned:
                 self._warned.add(kind)
-                log.warning("W&B refused a call (%s), the job goes on: %s", kind, first_line(error))
+                log.warning("W&B refused a call (%s), the job goes on: %s", kind, one_line(error))
             return False
         return True
 
@@ -290,9 +290,9 @@ class WandbTracker(Tracker):
                 return self._init(stage, group, config, folder, local)
             except Exception as error:
                 if self.mode == "offline":
-                    log.warning("W&B did not start, metrics go to %s: %s", local.path, first_line(error))
+                    log.warning("W&B did not start, metrics go to %s: %s", local.path, one_line(error))
                     return local
-                log.warning("W&B could not go online, going offline: %s", first_line(error))
+                log.warning("W&B could not go online, going offline: %s", one_line(error))
                 self.mode = "offline"  # for the later stages too: they would wait for the same failure
 
     def _init(self, stage: str, group: str, config: Mapping[str, Any], folder: Path, local: LocalRun) -> WandbRun:
@@ -338,11 +338,6 @@ def _present(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cell(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | float) else json.dumps(value, default=str)
-
-
-def first_line(error: Exception) -> str:
-    """The error as one line: its type and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _host() -> str:
