@@ -6,6 +6,7 @@ import cutlass.cute as cute
 import torch
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Uint32, const_expr, range_constexpr
+from cutlass.cute import nvgpu
 from cutlass.memory import SmemAllocator
 from torch import Tensor
 
@@ -95,22 +96,26 @@ class QuestScores:
         if const_expr(not self.early):
             self.wait()
         n = cutlass.min((seq_lens[b] + block_size - 1) // block_size, N)
-        of = cutlass.min(b, kmin.shape[0] - 1)  # one sequence's, or one each
-        low = cute.make_rmem_tensor((8, self.rows), self.dtype)
-        high = cute.make_rmem_tensor((8, self.rows), self.dtype)
-        last = n - 1 - int(self.early)  # of the blocks that are loaded at once
-        if start <= last:
-            for i in range_constexpr(self.rows):
-                self.extrema(kmin, kmax, of, h, cutlass.min(row + i * self.step, last), lane, low, high, i)
-        if const_expr(self.early):
-            self.wait()
-            for i in range_constexpr(self.rows):
-                if row + i * self.step == n - 1:
-                    self.extrema(kmin, kmax, of, h, n - 1, lane, low, high, i)
         if start < n:
+            of = cutlass.min(b, kmin.shape[0] - 1)  # one sequence's, or one each
+            low = cute.make_rmem_tensor((8, self.rows), self.dtype)
+            high = cute.make_rmem_tensor((8, self.rows), self.dtype)
+            last = cutlass.max(n - 1 - int(self.early), 0)
+            for i in range_constexpr(self.rows):
+                at = cutlass.min(row + i * self.step, last)
+                cute.autovec_copy(cute.local_tile(kmin[of, h, at, None], (8,), (lane,)), low[None, i])
+                cute.autovec_copy(cute.local_tile(kmax[of, h, at, None], (8,), (lane,)), high[None, i])
+            if const_expr(self.early):
+                self.wait()
+                for i in range_constexpr(self.rows):
+                    if row + i * self.step == n - 1:
+                        self.newest(kmin[of, h, n - 1, None], lane, low[None, i])
+                        self.newest(kmax[of, h, n - 1, None], lane, high[None, i])
             mean = self.mean_query(q, heads, means, b, h, lane)  # its barriers keep the loads above in front
             self.score(mean, self.signs(mean), low, high, scores, b, h, row, lane, n)
         else:
+            if const_expr(self.early):
+                self.wait()
             for i in range_constexpr(self.rows):
                 if lane == 0 and row + i * self.step < N:
                     scores[b, h, row + i * self.step] = -Float32.inf
@@ -122,10 +127,12 @@ class QuestScores:
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def extrema(self, kmin, kmax, of, h, at, lane, low, high, i: cutlass.Constexpr):
-        """This lane's piece of a block's."""
-        cute.autovec_copy(cute.local_tile(kmin[of, h, at, None], (8,), (lane,)), low[None, i])
-        cute.autovec_copy(cute.local_tile(kmax[of, h, at, None], (8,), (lane,)), high[None, i])
+    def newest(self, block, lane, to):
+        """This lane's piece, past the L1: of a cache of one block it was loaded before, and may have been old."""
+        load = cute.make_copy_atom(
+            nvgpu.CopyG2ROp(), self.dtype, num_bits_per_copy=128, load_cache_mode=nvgpu.LoadCacheMode.GLOBAL
+        )
+        cute.copy(load, cute.local_tile(block, (8,), (lane,)), to)
 
     @cute.jit
     def signs(self, mean):

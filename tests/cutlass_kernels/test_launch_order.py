@@ -80,10 +80,12 @@ def test_beside_a_selection_attention_starts_at_once_and_the_selection_waits(ker
     assert marks(kernels["Speculate"]) == [WAIT, START, START, WAIT]
 
 
-def test_early_scores_ask_for_extrema_in_front_of_the_wait_and_for_the_newest_block_and_q_behind_it(kernels):
+def test_early_scores_ask_for_extrema_in_front_of_the_wait_and_for_the_newest_block_past_the_l1_behind_it(kernels):
+    """The second wait is of tiles without tokens."""
     ptx = kernels["QuestScores"]
-    (wait,), loads = places(ptx, WAIT), places(ptx, r"ld\.global\.v4")
-    assert sum(at < wait for at in loads) == 2 * 4 and sum(at > wait for at in loads) == 2 * 4 + 1
+    (wait, other), barrier = places(ptx, WAIT), places(ptx, r"bar\.sync")[0]
+    loads, again = places(ptx, r"ld\.global\.v4"), places(ptx, r"ld\.global\.cg\.v4")
+    assert sum(at < wait for at in loads) == len(again) == 2 * 4 and all(wait < at < barrier < other for at in again)
 
 
 def test_an_early_merge_lets_the_next_one_start_before_it_reads_partials(kernels):
