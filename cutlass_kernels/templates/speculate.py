@@ -21,7 +21,7 @@ from cutlass_kernels.compile import compiled
 from cutlass_kernels.templates.attend import AHEAD, Attend, launch, shape_of
 from cutlass_kernels.templates.common import CARVEOUT, Overlay, fake, syms
 from cutlass_kernels.templates.select import Select, select
-from cutlass_kernels.templates.topk import wide
+from cutlass_kernels.templates.topk import held, wide
 
 MOST = 4096  # blocks of a row that one CTA of 128 threads selects from
 
@@ -152,11 +152,6 @@ class Speculate:
         self.attend.cta(x, source, Int32(AHEAD), scale, mma, i % tiles, row % H, row // H, m)
 
 
-def per_thread(blocks: int) -> int:
-    """Blocks a thread of rows of this capacity."""
-    return 16 if blocks <= 2048 else 32
-
-
 def speculate(
     q, k, v, predicted, scores, seq_lens, scale, sink, local, page_table, ids, position, missed, counts, o, lse
 ):
@@ -167,5 +162,5 @@ def speculate(
         launch(q, k, v, predicted, predicted, seq_lens, page_table, o, lse, AHEAD, scale, "speculate")
         return
     shape = shape_of("speculate", q, k, v, predicted, predicted, seq_lens, page_table, o, lse)
-    kernel = compiled(Speculate, **shape, per_thread=per_thread(N), vector=wide(scores))
+    kernel = compiled(Speculate, **shape, per_thread=held(N, Attend.WARPS * 32), vector=wide(scores))
     kernel(scores, seq_lens, T, sink, local, predicted, *chosen, q, k, v, page_table, o, lse, scale)

@@ -484,10 +484,15 @@ def blocks_of(tokens: Int32, block_size: Int32) -> Int32:
     return (tokens + (block_size - 1)) // block_size
 
 
+def held(capacity: int, threads: int) -> int:
+    """The fewest blocks a thread that hold a row: fours, since they are read as vectors."""
+    return max(4, -(-capacity // (4 * threads)) * 4)
+
+
 def shape_of(capacity: int) -> dict[str, int]:
     """Cluster, blocks a thread and threads that were fastest for rows of this capacity."""
     if capacity <= 4096:
-        return {"cluster": 1, "per_thread": 8 if capacity <= 2048 else 16, "threads": 256}
+        return {"cluster": 1, "per_thread": held(capacity, 256), "threads": 256}
     for most, cluster, per_thread in ((8192, 4, 4), (16384, 4, 8), (32768, 8, 8)):
         if capacity <= most:
             return {"cluster": cluster, "per_thread": per_thread, "threads": 512}

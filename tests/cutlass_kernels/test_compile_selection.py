@@ -45,7 +45,7 @@ def test_select(N, vector):
 )
 def test_speculate(dtype, head_dim, group, block, paged, N):
     shape = {"dtype": dtype, "head_dim": head_dim, "group": group, "block": block, "paged": paged}
-    assert build(speculate.Speculate, **shape, per_thread=speculate.per_thread(N), vector=not paged)
+    assert build(speculate.Speculate, **shape, per_thread=topk.held(N, 128), vector=not paged)
 
 
 @pytest.mark.parametrize(("N", "vector"), ((4096, True), (32768, False)))
@@ -72,10 +72,10 @@ def test_a_cluster_holds_every_block_of_a_row(N):
     assert shape["threads"] * shape["per_thread"] < 1 << 16  # a CTA's counts fit into half an integer
 
 
-@pytest.mark.parametrize("N", (1, 2048, 2049, speculate.MOST))
+@pytest.mark.parametrize("N", (1, 512, 513, 2048, 2049, speculate.MOST))
 def test_a_cta_holds_every_block_of_a_row(N):
-    each = speculate.per_thread(N)
-    assert 128 * each >= N and each % 4 == 0 and each <= 32
+    each = topk.held(N, 128)
+    assert N <= 128 * each < N + 512 and each % 4 == 0 and each <= 32
 
 
 def test_rows_that_cannot_be_read_16_bytes_at_a_time():
