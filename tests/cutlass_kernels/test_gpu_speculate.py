@@ -42,10 +42,10 @@ def test_it_is_the_selection_and_the_attention(shape):
         check(p, blocks + 5, K, seed=K)
 
 
-@pytest.mark.parametrize("N", [1, 3, 2047, 2048, 2049, 3001, 4096, 4097, 9000])
+@pytest.mark.parametrize("N", [1, 3, 511, 512, 513, 1001, 1024, 1025, 4097, 9000])
 @pytest.mark.parametrize("T", [16, 64])
 def test_rows_of_any_capacity(N, T):
-    """One launch up to 4096 blocks, two beyond."""
+    """One launch up to 1024 blocks, two beyond."""
     p = problem(B=2, H=3, G=5, T=T, N=40, lens=(N * T - 3, max(1, N * T // 2)))
     check(p, N, min(N, 64), sink=min(1, N - 1), local=1)
 
@@ -62,7 +62,7 @@ def test_without_a_slot_or_a_block_to_take():
     check(replace(p, k=p.k[:, :, :0].contiguous(), v=p.v[:, :, :0].contiguous()), 30, 4)
 
 
-@pytest.mark.parametrize("N", [4000, 60000], ids=["one launch", "two"])
+@pytest.mark.parametrize("N", [1000, 60000], ids=["one launch", "two"])
 def test_what_stands_behind_it_sees_all_of_it(N):
     """The selection is much slower than the attention here; replayed, so that launches overlap."""
     p = problem(B=64, H=2, G=8, T=16, N=4, lens=(64,))
