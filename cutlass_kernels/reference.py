@@ -135,7 +135,7 @@ def quest_scores(
     """Upper bound of mean(q of the group) . k over the keys of a block."""
     B = q.shape[0]
     _, H, N, D = kmin.shape
-    mean = _tree_rows(q.float().view(B, H, -1, D)) / (q.shape[1] // H)
+    mean = _tree_rows(q.float().view(B, H, q.shape[1] // H, D)) / (q.shape[1] // H)
     inside = _inside(seq_lens, block_size, N)
     low = torch.where(inside[:, None, :, None], kmin, 0).float()
     high = torch.where(inside[:, None, :, None], kmax, 0).float()
@@ -158,6 +158,8 @@ def infllm_scores(
     scores: Tensor,
 ) -> None:
     """Group sum of exp(q . k1 - normaliser), then the maximum over the windows that touch a block."""
+    if not scores.numel():
+        return
     logits = _window_logits(q, k1, seq_lens, scale, window, stride)  # [B, H, G, W1]
     norm = _log_sum_exp(logits)
     if not exact:
@@ -194,7 +196,7 @@ def _window_logits(q: Tensor, means: Tensor, seq_lens: Tensor, scale: float, siz
     _, H, W, D = means.shape
     live = _complete(seq_lens, size, step, W)[:, None, :, None]
     keys = torch.where(live, means, 0).float()
-    dots = _tree_last(q.float().view(B, H, -1, 1, D) * keys[:, :, None]) * scale
+    dots = _tree_last(q.float().view(B, H, q.shape[1] // H, 1, D) * keys[:, :, None]) * scale
     return torch.where(live[:, :, None, :, 0], dots, -INF)
 
 
@@ -367,6 +369,10 @@ def attend(
     """One softmax partial a block."""
     B, H, S, T, D = k.shape
     G, N = q.shape[1] // H, ids.shape[2]
+    if not S:  # a cache without slots: all ids are padding
+        o.zero_()
+        lse.fill_(-INF)
+        return
     live, slot = _locate(ids, seq_lens, page_table, T, S)
     rows = q.float().view(B, H, 1, G, D, 1)
     batch = torch.arange(B, device=k.device)[:, None, None]

@@ -295,6 +295,40 @@ def test_metadata_is_kept_by_block_whatever_slots_the_page_table_gives(op: str) 
     assert written.tolist() == [[n, n] for n in want]
 
 
+# ---------------------------------------------------------------------------------------------------- nothing to do
+@pytest.mark.parametrize("axis", ["B", "S", "N", "K", "P", "tokens"])
+def test_an_axis_of_nothing_gives_nothing(axis: str) -> None:
+    """No sequences, no slots, no blocks, an A or a P of none, no tokens: of every op that has the axis."""
+    n = {"B": 2, "S": 4, "N": 4, "K": 2, "P": 3, "tokens": 50} | {axis: 0}
+    B, S, N, K, P = (n[key] for key in ("B", "S", "N", "K", "P"))
+    H, G, D, T = 2, 3, 16, 16
+    blocks = lambda count: torch.randn(B, H, count, D)
+    tokens = min(n["tokens"], S * T, N * T)
+    lens, q, k = torch.full((B,), tokens, dtype=torch.int32), torch.randn(B, H * G, D), torch.randn(B, H, S, T, D)
+    windows = [blocks(max(0, (N * T - size) // step + 1)) for size, step in ((32, 16), (128, 64))]
+    P_, A, rule = torch.full((B, H, P), -1, dtype=torch.int32), ck.Selection.empty(B, H, K, "cpu"), (0, min(1, K))
+    if K:
+        A.ids[..., 0] = 0
+
+    scores = torch.full((B, H, N), NAN)
+    assert ck.quest_scores(q, blocks(N), blocks(N), lens, T, scores).shape == (B, H, N) and not scores.isnan().any()
+    scores.fill_(NAN)
+    assert not ck.infllm_scores(q, *windows, lens, 0.2, T, out=scores).isnan().any()
+    chosen = ck.select(scores, lens, T, K, *rule, P_)
+    assert chosen.counts.amax() <= K if B else chosen.ids.shape == (0, H, K)
+    state = torch.full_like(scores, NAN), torch.zeros_like(scores), torch.rand(B, 3)
+    assert ck.predict(scores, *state, lens, T, 0, min(1, P), P_.clone()).shape == (B, H, P)
+
+    o, lse = ck.attend(q, k, k, A.ids, lens, 0.2)
+    alive = lse > -torch.inf
+    assert bool(alive.any()) == (axis == "P"), "all others leave no token to attend to"
+    assert not o.isnan().any() and bool((o[~alive] == 0).all())
+    wanted, log = ck.merge(o, lse, (torch.empty_like(q), torch.empty(B, H * G)))
+    ahead = ck.attend(q, k, k, P_, lens, 0.2)
+    repaired = ck.repair(q, k, k, A, *ahead, lens, 0.2)
+    assert torch.equal(repaired[0], wanted) and torch.equal(repaired[1], log)
+
+
 # ---------------------------------------------------------------------------------------------------- torch custom ops
 @pytest.mark.parametrize("op", sorted(TENSORS))
 def test_opcheck(op: str) -> None:
