@@ -294,7 +294,7 @@ def _of_architecture(cfg: ModelConfig) -> Iterator[None]:
 
     try:
         yield
-    except (StrictDataclassError, TypeError, ValueError) as error:
+    except (StrictDataclassError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"model.architecture of {cfg.name}: {' '.join(str(error).split())}") from error
 
 

@@ -77,6 +77,37 @@ def check_architecture(cfg: ModelConfig) -> None:
     _check_sizes(arch)
 
 
+def _check_activation(name: Any) -> None:
+    from transformers.activations import ACT2FN
+
+    if name is not None and (not isinstance(name, str) or name not in ACT2FN):
+        raise ConfigError(f"model.architecture.hidden_act = {name!r} is none of {', '.join(sorted(ACT2FN))}")
+
+
+def _rotary_share(arch: Mapping[str, Any]) -> float:
+    """Of a head, the share that RoPE turns; ConfigError for RoPE that would fail, or make NaN, in the first step."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    where = "model.architecture.rope_parameters"
+    rope = arch.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"{where} = {rope!r}, expected keys and values, such as {{rope_theta: 10000.0}}")
+    kind, known = rope.get("rope_type", "default"), sorted({"default", *ROPE_INIT_FUNCTIONS})
+    if kind not in known:
+        raise ConfigError(f"{where}.rope_type = {kind!r} is none of {', '.join(known)}")
+    theta = rope.get("rope_theta", 1.0)
+    if not _number(theta) or theta <= 0:
+        raise ConfigError(f"{where}.rope_theta = {theta!r}, expected a number above 0")
+    share = rope.get("partial_rotary_factor", arch.get("partial_rotary_factor", 1.0))
+    if not _number(share) or not 0 < share <= 1:
+        raise ConfigError(f"{where}.partial_rotary_factor = {share!r}, expected a number above 0, at most 1")
+    return float(share)
+
+
+def _number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
 def _check_sizes(arch: Mapping[str, Any]) -> None:
     """Refuses sizes that do not go together; transformers says so of some of them, once it builds one."""
     heads, hidden = arch.get("num_attention_heads"), arch.get("hidden_size")
@@ -93,8 +124,8 @@ def _check_sizes(arch: Mapping[str, Any]) -> None:
                 "head_dim, or change one of them"
             )
         head_dim = hidden // heads
-    rope = arch.get("rope_parameters") or {}
-    factor = rope.get("partial_rotary_factor", arch.get("partial_rotary_factor", 1.0))
+    _check_activation(arch.get("hidden_act"))
+    factor = _rotary_share(arch)
     if head_dim is not None and (int(head_dim * factor) % 2 or not int(head_dim * factor)):
         share = "" if factor == 1 else f" x partial_rotary_factor = {factor}"
         raise ConfigError(

@@ -312,6 +312,27 @@ def test_sizes_that_no_model_can_have_are_refused_before_any_work(
     assert text.startswith(expected) and not list(run.output.glob("default/*/status.json"))
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("rope_parameters=5", "rope_parameters = 5, expected keys and values"),
+        ("rope_parameters.rope_type=zzz", "rope_parameters.rope_type = 'zzz' is none of default, "),
+        ("rope_parameters.rope_theta=abc", "rope_parameters.rope_theta = 'abc', expected a number above 0"),
+        ("rope_parameters.rope_theta=-1", "rope_parameters.rope_theta = -1, expected a number above 0"),
+        *(
+            (f"rope_parameters.partial_rotary_factor={x}", f"rope_parameters.partial_rotary_factor = {said}, expected")
+            for x, said in (("x", "'x'"), ("2.0", "2.0"), ("0", "0"), ("true", "True"))
+        ),
+        ("hidden_act=zz", "hidden_act = 'zz' is none of "),
+    ],
+)
+def test_rope_and_activations_that_no_model_can_have_are_refused_before_any_work(
+    run: Runner, short: Words, no_model: None, word: str, expected: str
+) -> None:
+    text = run.refused(*short, f"++model.architecture.{word}", kind=ConfigError)
+    assert text.startswith(f"model.architecture.{expected}") and not list(run.output.glob("default/*/status.json"))
+
+
 def test_sizes_are_checked_whatever_the_weights_and_stages(run: Runner, no_model: None) -> None:
     """dsa.dense_layers is held against the layers of all of them."""
     for words in ((), ("stages=[evaluate]",)):
@@ -328,6 +349,10 @@ def test_sizes_are_checked_whatever_the_weights_and_stages(run: Runner, no_model
         ("model.architecture.model_type=clip", "model.architecture.model_type=clip is unknown among the causal langu"),
         ("+model.architecture.hiden_size=64", "model.architecture.hiden_size: model type llama has no such key. Did"),
         ("model.architecture.rms_norm_eps=small", "model.architecture of smollm2: Validation error for field 'rms_no"),
+        (
+            "model.architecture.rope_parameters.rope_type=yarn",
+            'model.architecture of smollm2: "Missing required keys in',
+        ),
     ],
 )
 def test_an_architecture_that_transformers_does_not_know_is_refused_before_any_work(
