@@ -74,6 +74,7 @@ def check_architecture(cfg: ModelConfig) -> None:
             f"model.architecture.vocab_size={arch['vocab_size']} is too small: "
             f"the byte tokenizer of random weights has {BYTE_VOCAB} tokens."
         )
+    _check_activation(arch.get("hidden_act"))
     _check_sizes(arch)
 
 
@@ -124,7 +125,6 @@ def _check_sizes(arch: Mapping[str, Any]) -> None:
                 "head_dim, or change one of them"
             )
         head_dim = hidden // heads
-    _check_activation(arch.get("hidden_act"))
     factor = _rotary_share(arch)
     if head_dim is not None and (int(head_dim * factor) % 2 or not int(head_dim * factor)):
         share = "" if factor == 1 else f" x partial_rotary_factor = {factor}"
