@@ -22,6 +22,7 @@ from cutlass_kernels.layer_ops import add_norm_linear, add_rms_norm, linear, rms
 from cutlass_kernels.ops import (
     OPS,
     Replayed,
+    Rotary,
     Selection,
     append,
     append_infllm,
@@ -43,6 +44,7 @@ from cutlass_kernels.ops import (
 __all__ = [
     "OPS",
     "Replayed",
+    "Rotary",
     "Selection",
     "add_norm_linear",
     "add_rms_norm",

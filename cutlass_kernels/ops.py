@@ -31,9 +31,9 @@ from cutlass_kernels.checks import (
 OPS = {
     name: torch.library.custom_op(f"prr::{name}", getattr(reference, name), mutates_args=mutated)
     for name, mutated in {
-        "append": ("k", "v"),
-        "append_quest": ("k", "v", "kmin", "kmax"),
-        "append_infllm": ("k", "v", "k1", "k2"),
+        "append": ("k", "v", "q_out"),
+        "append_quest": ("k", "v", "kmin", "kmax", "q_out"),
+        "append_infllm": ("k", "v", "k1", "k2", "q_out"),
         "quest_scores": ("scores",),
         "infllm_scores": ("scores",),
         "select": ("ids", "position", "missed", "counts"),
@@ -56,8 +56,33 @@ OPS = {
 
 
 # ---------------------------------------------------------------------------------------------------- cache
+class Rotary(NamedTuple):
+    """RoPE (arXiv 2104.09864) as a part of append, which then takes keys and queries as the linear layer made them.
+
+    q: [B, Hq, D] of the cache's dtype. out: the same shape, gets q rotated.
+    cos, sin: [B, R] of the same dtype, of R / 2 angles twice; the first R channels are rotated, the others kept.
+    interleaved: channels 2 i and 2 i + 1 are a pair, as in GLM; else i and i + R / 2, as in Llama.
+    """
+
+    q: Tensor
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+    out: Tensor
+
+
+_ROTATED = (None, None, None, False, None)  # before it came here
+
+
 def _check_append(
-    d: Dims, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, page_table: Tensor | None
+    d: Dims,
+    k_new: Tensor,
+    v_new: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor | None,
+    rotary: Rotary | None,
 ) -> None:
     d("k", k, "B H S T D", *FLOATS)
     d("v", v, "B H S T D", k.dtype)
@@ -66,10 +91,25 @@ def _check_append(
     d("seq_lens", seq_lens, "B", torch.int32)
     d("page_table", page_table, "B H C", torch.int32)
     check_newest(d.op, "k", k, seq_lens, 1, max(1, k.shape[3]), page_table)
+    if rotary is not None:
+        d("q", rotary.q, "B Hq D", k.dtype)
+        d("out", rotary.out, "B Hq D", k.dtype)
+        d("cos", rotary.cos, "B R", k.dtype)
+        d("sin", rotary.sin, "B R", k.dtype)
+        d.groups()
+        R, D = rotary.cos.shape[1], k.shape[4]
+        if R % 2 or not 0 < R <= D:
+            raise ValueError(f"{d.op}: cos and sin are of {R} channels, expected an even number up to D = {D}")
 
 
 def append(
-    k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, page_table: Tensor | None = None
+    k_new: Tensor,
+    v_new: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> None:
     """Write the newest token of each sequence into the cache.
 
@@ -78,13 +118,14 @@ def append(
         k, v: [B, H_kv, S, T, D], written in place.
         seq_lens: [B] int32, tokens in the cache, the new one included; a row of 0 is left alone.
         page_table: [B, H_kv, N] int32, block -> slot; identity when None.
+        rotary: makes RoPE of the new keys, and of the queries, a part of this.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not agree; with `debug`, a token beyond the cache or whose page
             table entry is no slot. Without it such a token is the caller's fault, and what happens is not defined.
     """
-    _check_append(Dims("append"), k_new, v_new, k, v, seq_lens, page_table)
-    torch.ops.prr.append(k_new, v_new, k, v, seq_lens, page_table)
+    _check_append(Dims("append"), k_new, v_new, k, v, seq_lens, page_table, rotary)
+    torch.ops.prr.append(k_new, v_new, k, v, seq_lens, page_table, *(rotary or _ROTATED))
 
 
 def append_quest(
@@ -96,6 +137,7 @@ def append_quest(
     kmax: Tensor,
     seq_lens: Tensor,
     page_table: Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> None:
     """Append, and update the extrema of the token's block (Quest, arXiv 2406.10774, section 3.3).
 
@@ -104,11 +146,11 @@ def append_quest(
         (the others): as for append.
     """
     d = Dims("append_quest")
-    _check_append(d, k_new, v_new, k, v, seq_lens, page_table)
+    _check_append(d, k_new, v_new, k, v, seq_lens, page_table, rotary)
     d("kmin", kmin, "B H N D", k.dtype)
     d("kmax", kmax, "B H N D", k.dtype)
     check_newest(d.op, "kmin", kmin, seq_lens, 1, max(1, k.shape[3]))
-    torch.ops.prr.append_quest(k_new, v_new, k, v, kmin, kmax, seq_lens, page_table)
+    torch.ops.prr.append_quest(k_new, v_new, k, v, kmin, kmax, seq_lens, page_table, *(rotary or _ROTATED))
 
 
 def append_infllm(
@@ -124,6 +166,7 @@ def append_infllm(
     coarse_window: int = 128,
     coarse_stride: int = 64,
     page_table: Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> None:
     """Append, and write the means of the windows that this token completes (InfLLM-v2, arXiv 2509.24663).
 
@@ -133,15 +176,14 @@ def append_infllm(
         (the others): as for append.
     """
     d = Dims("append_infllm")
-    _check_append(d, k_new, v_new, k, v, seq_lens, page_table)
+    _check_append(d, k_new, v_new, k, v, seq_lens, page_table, rotary)
     d("k1", k1, "B H W1 D", k.dtype)
     d("k2", k2, "B H W2 D", k.dtype)
     check_positive("append_infllm", **windows(window, stride, coarse_window, coarse_stride))
     check_newest(d.op, "k1", k1, seq_lens, window, stride)
     check_newest(d.op, "k2", k2, seq_lens, coarse_window, coarse_stride)
-    torch.ops.prr.append_infllm(
-        k_new, v_new, k, v, k1, k2, seq_lens, window, stride, coarse_window, coarse_stride, page_table
-    )
+    sizes = window, stride, coarse_window, coarse_stride
+    torch.ops.prr.append_infllm(k_new, v_new, k, v, k1, k2, seq_lens, *sizes, page_table, *(rotary or _ROTATED))
 
 
 # ---------------------------------------------------------------------------------------------------- scores

@@ -57,8 +57,45 @@ def _tree_parts(x: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------- cache
-def append(k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, page_table: Tensor | None) -> None:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """RoPE (arXiv 2104.09864) of the first R channels, in float32. x: [B, H, D]; cos, sin: [B, R], angles twice."""
+    half = cos.shape[1] // 2
+    turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    c, s = (y[:, None, :half].float() for y in (cos, sin))
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    pair = a * c - b * s, b * c + a * s
+    both = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((both.to(x.dtype), rest), -1)
+
+
+def _rotated(
+    k_new: Tensor, q: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool, q_out: Tensor | None
+) -> Tensor:
+    """The new keys as they are kept; where RoPE is left to append, it is done here, to the queries, too."""
+    if q is None or cos is None or sin is None or q_out is None:
+        return k_new
+    q_out.copy_(rotate(q, cos, sin, interleaved))
+    return rotate(k_new, cos, sin, interleaved)
+
+
+def append(
+    k_new: Tensor,
+    v_new: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor | None,
+    q: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+    q_out: Tensor | None,
+) -> None:
     """Write the newest token (position seq_lens - 1) into its block; a row of length 0 is left alone."""
+    _write(_rotated(k_new, q, cos, sin, interleaved, q_out), v_new, k, v, seq_lens, page_table)
+
+
+def _write(k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, page_table: Tensor | None) -> None:
     rows = (seq_lens > 0).nonzero()[:, 0]
     position = seq_lens[rows].long() - 1
     at, offset = position // k.shape[3], position % k.shape[3]
@@ -78,9 +115,15 @@ def append_quest(
     kmax: Tensor,
     seq_lens: Tensor,
     page_table: Tensor | None,
+    q: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+    q_out: Tensor | None,
 ) -> None:
     """append, and the channel-wise extrema of the block; its first token starts them anew."""
-    append(k_new, v_new, k, v, seq_lens, page_table)
+    k_new = _rotated(k_new, q, cos, sin, interleaved, q_out)
+    _write(k_new, v_new, k, v, seq_lens, page_table)
     rows = (seq_lens > 0).nonzero()[:, 0]
     position = seq_lens[rows].long() - 1
     at, first = position // k.shape[3], (position % k.shape[3] == 0)[:, None, None]
@@ -102,9 +145,14 @@ def append_infllm(
     coarse_window: int,
     coarse_stride: int,
     page_table: Tensor | None,
+    q: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+    q_out: Tensor | None,
 ) -> None:
     """append, and the mean of each window of keys that this token completes."""
-    append(k_new, v_new, k, v, seq_lens, page_table)
+    _write(_rotated(k_new, q, cos, sin, interleaved, q_out), v_new, k, v, seq_lens, page_table)
     for b, n in enumerate(seq_lens.tolist()):
         for means, size, step in ((k1, window, stride), (k2, coarse_window, coarse_stride)):
             if n >= size and (n - size) % step == 0:

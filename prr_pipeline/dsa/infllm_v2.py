@@ -52,7 +52,16 @@ class InfLLMv2(SparseMethod):
         tokens = k.shape[2] * k.shape[3]
         return {key: poison(k, max(0, (tokens - size) // step + 1)) for key, size, step in self._windows()}
 
-    def append(self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, meta: Metadata, seq_lens: Tensor) -> None:
+    def append(
+        self,
+        k_new: Tensor,
+        v_new: Tensor,
+        k: Tensor,
+        v: Tensor,
+        meta: Metadata,
+        seq_lens: Tensor,
+        rotary: ck.Rotary | None = None,
+    ) -> None:
         """See SparseMethod."""
         ck.append_infllm(
             k_new,
@@ -66,6 +75,7 @@ class InfLLMv2(SparseMethod):
             self.stride,
             self.coarse_window,
             self.coarse_stride,
+            rotary=rotary,
         )
 
     def rebuild(self, k: Tensor, meta: Metadata, tokens: int) -> None:

@@ -27,9 +27,18 @@ class Quest(SparseMethod):
         """kmin, kmax: [B, H_kv, N, D]."""
         return {"kmin": poison(k, k.shape[2]), "kmax": poison(k, k.shape[2])}
 
-    def append(self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, meta: Metadata, seq_lens: Tensor) -> None:
+    def append(
+        self,
+        k_new: Tensor,
+        v_new: Tensor,
+        k: Tensor,
+        v: Tensor,
+        meta: Metadata,
+        seq_lens: Tensor,
+        rotary: ck.Rotary | None = None,
+    ) -> None:
         """See SparseMethod."""
-        ck.append_quest(k_new, v_new, k, v, meta["kmin"], meta["kmax"], seq_lens)
+        ck.append_quest(k_new, v_new, k, v, meta["kmin"], meta["kmax"], seq_lens, rotary=rotary)
 
     def rebuild(self, k: Tensor, meta: Metadata, tokens: int) -> None:
         """See SparseMethod."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cutlass_kernels import Rotary
 from prr_pipeline.dsa.base import Metadata, SparseMethod, flat_tokens
 
 
@@ -88,10 +89,14 @@ class KVCache:
             both.append(tokens)
         return both[0], both[1]
 
-    def append(self, layer: int, k_new: Tensor, v_new: Tensor) -> LayerCache:
-        """Append the step's token [B, H_kv, D] and its metadata."""
+    def append(self, layer: int, k_new: Tensor, v_new: Tensor, rotary: Rotary | None = None) -> LayerCache:
+        """Append the step's token [B, H_kv, D] and its metadata; with `rotary`, RoPE of key and queries comes first."""
         at = self.layers[layer]
-        self.method.append(k_new, v_new, at.k, at.v, at.meta, self.seq_lens)
+        given = (k_new, v_new, at.k, at.v, at.meta, self.seq_lens)
+        if rotary is None:
+            self.method.append(*given)
+        else:
+            self.method.append_rotary(*given, rotary)
         return at
 
     def rebuild(self, layer: int, tokens: int) -> None:

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from cutlass_kernels.graph import recorded
-from prr_pipeline.models.attention import attached
+from prr_pipeline.models.attention import Rope, attached
 from prr_pipeline.models.cache import KVCache
 from prr_pipeline.models.linear import fast_linears
 from prr_pipeline.models.mlp import fast_mlps
 from prr_pipeline.models.norm import adds_fused, fast_norms
+from prr_pipeline.models.rope import fast_rope
 from prr_pipeline.prr.engine import Engine, Feed, Generator, Mode, Prefilled, Step, Theta, digest
 from prr_pipeline.prr.phase import AttentionPhase, Plan, forked, join
 from prr_pipeline.prr.sampling import Sampler, draw
@@ -35,7 +36,8 @@ class GraphOptions:
     """How steps are run.
 
     burst: steps between host syncs, at most. compiled: the model through torch.compile. captured: steps as CUDA graphs.
-    linears: the model's linear layers, norms and MLPs through our ops where they see one token; the model keeps them.
+    linears: the model's linear layers, norms, MLPs and RoPE through our ops where they see one token; the model keeps
+        them.
     """
 
     burst: int = 32
@@ -82,6 +84,7 @@ class GraphRunner:
         self.fed: list[Tensor] = []
         self.plan = Plan(sparse=False)
         self.temperature, self.top_p = 0.0, 1.0
+        self._turn: tuple[Tensor, Tensor] | None = None
         self._ahead_log: dict[int, Tensor] = {}
         self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -121,17 +124,24 @@ class GraphRunner:
             self._ahead_log[width] = ahead.new_empty(self.how.burst, *ahead.shape)
         return self._ahead_log[width]
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, rope: Rope | None) -> Tensor:
         """The handler of the model's attention layers."""
         if self.feed is None:
             q, k, v = (x[:, :, 0].contiguous() for x in (q, k, v))
         else:
             q, k, v = (x[layer] for x in self.fed)
-        out = self.phase.run(self.plan, layer, q, k, v, scale)[:, None]
+            rope = self._still(rope)
+        out = self.phase.run(self.plan, layer, q, k, v, scale, rope)[:, None]
         if self.plan.sparse and self.phase.logs and layer == self.engine.layers - 1:
             with forked(self.phase.learn):  # beside what is left of the model
                 self.log.nan.index_copy_(0, self.log.slot, self.phase.scores.isnan().any()[None])
         return out
+
+    def _still(self, rope: Rope | None) -> Rope | None:
+        """A rotation by nothing, of as much work: synthetic queries and keys are what they are behind RoPE."""
+        if rope is not None and self._turn is None:
+            self._turn = torch.ones_like(rope.cos), torch.zeros_like(rope.sin)
+        return None if rope is None or self._turn is None else Rope(*self._turn, rope.interleaved)
 
     # ------------------------------------------------------------------------------------------ bursts
     def prepare(self, start: Prefilled, sampler: Sampler, limit: int, plans: list[Plan]) -> None:
@@ -206,7 +216,7 @@ class GraphRunner:
             graph.replay()
 
     def _eager(self, steps: int) -> None:
-        with torch.no_grad(), attached(self.engine.model, self.attention):
+        with torch.no_grad(), attached(self.engine.model, self.attention, rotates=True):
             for _ in range(steps):
                 self.step()
 
@@ -332,6 +342,7 @@ class GraphEngine(Engine):
             fast_linears(self.model)
             fast_norms(self.model)
             fast_mlps(self.model)
+            fast_rope(self.model)
         self._arena: KVCache | None = None
         self._runner: GraphRunner | None = None
 

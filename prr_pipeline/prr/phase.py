@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""The attention phase of a decode step on a device: one call a layer.
 
-    append
+    append (with RoPE, where the model leaves it to that)
     score
     speculate: select A, and beside it partials = attend(P); serial: select
     repair: merge(A: partials of A n P, and of A \ P computed now)
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import cutlass_kernels as ck
+from prr_pipeline.models.attention import Rope
 from prr_pipeline.models.cache import KVCache, LayerCache
 from prr_pipeline.prr.calibration import Window
 from prr_pipeline.prr.predictor import LAST_SCORES, learn_and_predict
@@ -101,6 +102,7 @@ class AttentionPhase:
         self.predicted: dict[int, Tensor] = {}
         self._ints = ints
         self._partials: dict[tuple[object, ...], Partials] = {}
+        self._rotated: Tensor | None = None
         self.halves = K > _ONE_LAUNCH
         self.dense = _Dense(cache, self.group, self._buffers)
         self.learn: Stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -123,6 +125,12 @@ class AttentionPhase:
             o = torch.empty(*shape, D, dtype=torch.float32, device=self.device)
             self._partials[key] = o, torch.empty(shape, dtype=torch.float32, device=self.device)
         return self._partials[key]
+
+    def _queries(self, q: Tensor) -> Tensor:
+        """Where queries go that RoPE is a part of append for: the same memory in all layers, one behind another."""
+        if self._rotated is None or self._rotated.shape != q.shape:
+            self._rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
+        return self._rotated
 
     # ------------------------------------------------------------------------------------------ predictor
     def warm(self, windows: dict[int, Window], thetas: dict[int, tuple[float, float, float]], width: int) -> None:
@@ -160,9 +168,18 @@ class AttentionPhase:
             self.update(layer, nothing, self.cache.seq_lens, width)
 
     # ------------------------------------------------------------------------------------------ one layer
-    def run(self, plan: Plan, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Append the step's token and attend. q: [B, Hq, D], k, v: [B, H_kv, D] -> [B, Hq, D], allocated."""
-        at = self.cache.append(layer, k, v)
+    def run(
+        self, plan: Plan, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, rope: Rope | None = None
+    ) -> Tensor:
+        """Append the step's token and attend. q: [B, Hq, D], k, v: [B, H_kv, D] -> [B, Hq, D], allocated.
+
+        rope: if q and k come before RoPE.
+        """
+        rotary = None
+        if rope is not None:
+            rotary = ck.Rotary(q, *rope, self._queries(q))
+            q = rotary.out
+        at = self.cache.append(layer, k, v, rotary)
         if not plan.sparse or layer < self.method.dense_layers:
             return self.dense(at, q, scale)
         return self.sparse(plan, layer, at, q, scale)

@@ -166,11 +166,11 @@ def linear_parts(job: Job) -> dict[str, float]:
     # two tensors: a step compiled for one that is both would be compiled again for decode
     ids, positions = (torch.zeros(1, 1, dtype=torch.int64, device="cuda") for _ in range(2))
 
-    def nothing(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def nothing(layer: int, q: Tensor, *_: Any) -> Tensor:
         return q.transpose(1, 2).clone()
 
     log.info("profile: compiling the model and building its CUDA graph")
-    with torch.no_grad(), attached(model, nothing):
+    with torch.no_grad(), attached(model, nothing, rotates=True):
         total = graph_us(lambda: step(ids, positions))
     own = [p for m in attention_modules(model) for p in m.modules() if isinstance(p, nn.Linear)]
     head = model.get_output_embeddings()

@@ -26,7 +26,9 @@ from cutlass_kernels.templates.repair import Repair
 from cutlass_kernels.templates.replay_hits import ReplayHits
 from cutlass_kernels.templates.silu_linear import SiluLinear
 
-SMALL = dict(dtype="bfloat16", head_dim=64, block=16, paged=False, quest=False)  # the kernel that compiles fastest
+ROTATED = dict(rope="", rotated=0, group=0)  # before append
+SMALL = dict(dtype="bfloat16", head_dim=64, block=16, paged=False, quest=False, **ROTATED)  # compiles fastest
+INFLLM = dict(dtype="float16", head_dim=128, block=64, paged=True, fine=32, fine_step=16, coarse=128, coarse_step=64)
 
 
 def attend(group, block, dtype="bfloat16", head_dim=128, paged=False, **other):
@@ -51,8 +53,9 @@ GRID = [
     repair(8, 16, head_dim=64),
     repair(16, 64),
     (Append, dict(SMALL, quest=True, paged=True, head_dim=128)),
-    (AppendInfLLM, dict(dtype="float16", head_dim=128, block=64, paged=True, fine=32, fine_step=16, coarse=128,
-                        coarse_step=64)),
+    (Append, dict(SMALL, rope="interleaved", rotated=32, group=3)),
+    (AppendInfLLM, dict(INFLLM, **ROTATED)),
+    (AppendInfLLM, dict(INFLLM, rope="half", rotated=128, group=16)),
     (Linear, dict(dtype="bfloat16", k=4096, rows=1, split=1, bias=False)),
     (Linear, dict(dtype="float16", k=832, rows=2, split=4, bias=True)),
     (NormLinear, dict(dtype="bfloat16", k=4096, split=1, bias=False)),

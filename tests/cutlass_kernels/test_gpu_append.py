@@ -26,7 +26,7 @@ def both(op, tensors, *rest):
     rest_gpu = [x.cuda() if isinstance(x, torch.Tensor) else x for x in rest]
     getattr(ck, op)(*ours, *rest_gpu)
     wanted = [None if x is None else x.clone() for x in tensors]
-    getattr(reference, op)(*wanted, *rest)
+    getattr(reference, op)(*wanted, *rest, None, None, None, False, None)
     for i, (a, b) in enumerate(zip(ours, wanted, strict=True)):
         assert torch.equal(a.cpu(), b), f"argument {i}"
 
@@ -51,9 +51,41 @@ def test_infllm_windows(lens, paged):
     ours = [x.cuda() for x in (k_new, v_new, k, v, k1, k2)]
     ck.append_infllm(*ours, lens.cuda(), page_table=None if table is None else table.cuda())
     wanted = [x.clone() for x in (k_new, v_new, k, v, k1, k2)]
-    reference.append_infllm(*wanted, lens, 32, 16, 128, 64, table)
+    reference.append_infllm(*wanted, lens, 32, 16, 128, 64, table, None, None, None, False, None)
     for a, b in zip(ours, wanted, strict=True):
         assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    "D, R, G, dtype",
+    [
+        (128, 128, 16, torch.bfloat16),
+        (128, 64, 1, torch.float16),
+        (64, 32, 8, torch.bfloat16),
+        (64, 16, 3, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("lens", [(1, 32, 33), (0, 64, 128), (300, 0, 256)])
+def test_rope_on_the_way(lens, D, R, G, dtype, interleaved, paged):
+    """Keys, metadata and queries are the reference's, bit for bit; a row of no tokens has its queries rotated."""
+    k_new, v_new, k, v, table, draw = cache(D=D, dtype=dtype, paged=paged)
+    turn = torch.randn(3, R // 2, generator=torch.Generator().manual_seed(1)).mul(3).repeat(1, 2)
+    rotary = (draw(3, 2 * G, D), turn.cos().to(dtype), turn.sin().to(dtype))
+    meta = {"append": (), "append_quest": (20, 20), "append_infllm": (19, 4)}
+    sizes = {"append_infllm": (32, 16, 128, 64)}
+    lens = torch.tensor(lens, dtype=torch.int32)
+    for op, rows in meta.items():
+        tensors = (k_new, v_new, k, v, *(draw(3, 2, n, D) for n in rows))
+        ours, wanted = [x.cuda() for x in tensors], [x.clone() for x in tensors]
+        out = torch.full((3, 2 * G, D), float("nan"), dtype=dtype)
+        found = out.cuda()
+        given = ck.Rotary(*(x.cuda() for x in rotary), interleaved, found)
+        getattr(ck, op)(*ours, lens.cuda(), page_table=None if table is None else table.cuda(), rotary=given)
+        getattr(reference, op)(*wanted, lens, *sizes.get(op, ()), table, *rotary, interleaved, out)
+        for a, b in zip((*ours, found), (*wanted, out), strict=True):
+            assert torch.equal(a.cpu(), b), op
 
 
 def test_a_sequence_grown_token_by_token_in_one_graph():
@@ -101,4 +133,7 @@ def test_doors():
         NotImplementedError, match="append: no CUDA kernel for dtype float32; served: bfloat16, float16"
     ):
         ck.append(k_new.float(), v_new.float(), k.float(), v.float(), lens)
+    with pytest.raises(NotImplementedError, match="append: no CUDA kernel for rotated channels 24; served: 16, 32"):
+        turn = k_new[:, 0, :24].contiguous()
+        ck.append(k_new, v_new, k, v, lens, rotary=ck.Rotary(k_new, turn, turn, False, k_new.clone()))
     ck.append(k_new[:0], v_new[:0], k[:0], v[:0], lens[:0])  # nothing to do

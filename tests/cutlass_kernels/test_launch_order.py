@@ -17,7 +17,7 @@ from cutlass_kernels.templates import predict, quest_scores, repair, select, sil
 from cutlass_kernels.templates.topk import shape_of
 half = dict(dtype="bfloat16", head_dim=64)
 block = dict(half, group=4, block=64, paged=False)
-build(append.Append, **half, block=64, paged=False, quest=True)
+build(append.Append, **half, block=64, paged=False, quest=True, rope="half", rotated=64, group=4)
 build(quest_scores.QuestScores, **half, group=4, early=True)
 build(infllm_scores.InfllmScores, **half, group=4, per_block=4, reach=1)
 build(select.Select, **shape_of(8192), vector=True)

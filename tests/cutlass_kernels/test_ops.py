@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from oracles import INF, NAN, Problem, make, same_bits
 from torch import Tensor
 
 import cutlass_kernels as ck
+from cutlass_kernels.reference import rotate
 
 LENGTHS = [40, 20]  # tokens; 3 and 2 blocks of 16
 META = ("kmin", "kmax", "k1", "k2")
@@ -36,6 +39,11 @@ class Args:
         self.selection = ck.select(self.scores, p.seq_lens, 16, 2, predicted=self.P)
         self.partials = ck.attend(*p.args(), self.P, *p.tail())
         self.state = ck.merge(*self.partials, (torch.empty_like(p.q), torch.empty(2, 6)))
+
+    def rotary(self, channels: int = 12, **changed: Tensor) -> ck.Rotary:
+        cos, sin = (f(torch.arange(2.0)[:, None] + torch.arange(channels)) for f in (torch.cos, torch.sin))
+        given = {"q": self.p.q, "cos": cos, "sin": sin, "interleaved": False, "out": torch.empty_like(self.p.q)}
+        return ck.Rotary(**given | changed)
 
     def arguments(self, op: str) -> dict[str, Any]:
         p, m = self.p, self.meta
@@ -295,6 +303,93 @@ def test_metadata_is_kept_by_block_whatever_slots_the_page_table_gives(op: str) 
     assert written.tolist() == [[n, n] for n in want]
 
 
+# ---------------------------------------------------------------------------------------------------- RoPE
+APPENDS = ("append", "append_quest", "append_infllm")
+
+
+def angles(x: Tensor, R: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """cos, sin [B, R] of x's rows, of R / 2 angles twice."""
+    turn = torch.randn(x.shape[0], R // 2, generator=torch.Generator().manual_seed(seed)).mul(3).repeat(1, 2)
+    return turn.cos().to(dtype), turn.sin().to(dtype)
+
+
+heads = st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([8, 16]), st.integers(1, 4), st.booleans())
+
+
+@given(heads, st.integers(0, 99))
+def test_rotation_keeps_norms_and_what_is_beyond_its_channels(
+    shape: tuple[int, int, int, int, bool], seed: int
+) -> None:
+    B, H, D, quarter, interleaved = shape
+    R = D * quarter // 4
+    x = torch.randn(B, H, D, generator=torch.Generator().manual_seed(seed))
+    y = rotate(x, *angles(x, R, seed), interleaved)
+    assert same_bits(y[..., R:], x[..., R:])
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
+    still = torch.ones(B, R), torch.zeros(B, R)
+    assert torch.equal(rotate(x, *still, interleaved), x)
+
+
+@given(heads, st.integers(0, 99))
+def test_rotations_add_up_and_scores_see_their_difference(shape: tuple[int, int, int, int, bool], seed: int) -> None:
+    B, H, D, _, interleaved = shape
+    g = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(2, B, H, D, generator=g, dtype=torch.float64).float()
+    first, second = torch.randn(2, B, D // 2, generator=g).repeat(1, 1, 2)
+    turned = lambda z, a: rotate(z, a.cos(), a.sin(), interleaved)
+    torch.testing.assert_close(turned(turned(x, first), second), turned(x, first + second), atol=1e-5, rtol=1e-5)
+    want = (turned(x, first - second) * y).sum(-1)
+    torch.testing.assert_close((turned(x, first) * turned(y, second)).sum(-1), want, atol=1e-4, rtol=1e-4)
+
+
+@given(heads, st.integers(0, 99))
+def test_the_two_kinds_of_pairs_differ_by_the_order_of_channels(
+    shape: tuple[int, int, int, int, bool], seed: int
+) -> None:
+    B, H, D, quarter, _ = shape
+    R = D * quarter // 4
+    x = torch.randn(B, H, D, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    order = torch.cat((torch.arange(R).view(2, -1).T.flatten(), torch.arange(R, D)))
+    turn = angles(x, R, seed, torch.bfloat16)
+    assert same_bits(rotate(x[..., order], *turn, True), rotate(x, *turn, False)[..., order])
+
+
+@pytest.mark.parametrize("op", APPENDS)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_append_with_rope_is_append_behind_rope(op: str, interleaved: bool) -> None:
+    runs = []
+    for inside in (True, False):
+        a = Args()
+        given, rotary = a.arguments(op), a.rotary(interleaved=interleaved)
+        turn = rotary[1:4]
+        if inside:
+            getattr(ck, op)(**given, rotary=rotary)
+        else:
+            rotary.out.copy_(rotate(a.p.q, *turn))
+            getattr(ck, op)(**given | {"k_new": rotate(a.token, *turn)})
+        runs.append([rotary.out, a.p.k, a.p.v, *a.meta.values()])
+    assert all(same_bits(x, y) for x, y in zip(*runs, strict=True))
+    assert not torch.equal(runs[0][0], Args().p.q)
+
+
+@pytest.mark.parametrize("op", APPENDS)
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"q": torch.ones(2, 6, 8)}, "q (2, 6, 8) has D = 8, k has D = 16"),
+        ({"out": torch.ones(2, 4, 16)}, "out (2, 4, 16) has Hq = 4, q has Hq = 6"),
+        ({"q": torch.ones(2, 5, 16), "out": torch.ones(2, 5, 16)}, "5 query heads are no multiple of 2 KV heads"),
+        ({"cos": torch.ones(1, 12)}, "cos (1, 12) has B = 1, k has B = 2"),
+        ({"sin": torch.ones(2, 8)}, "sin (2, 8) has R = 8, cos has R = 12"),
+        ({"cos": torch.ones(2, 12).bfloat16()}, "cos is bfloat16, expected float32"),
+        ({"cos": torch.ones(2, 7), "sin": torch.ones(2, 7)}, "cos and sin are of 7 channels, expected an even"),
+        ({"cos": torch.ones(2, 18), "sin": torch.ones(2, 18)}, "cos and sin are of 18 channels, expected an even"),
+    ],
+)  # fmt: skip
+def test_rope_that_does_not_fit_is_refused(args: Args, op: str, changed: dict[str, Tensor], words: str) -> None:
+    assert refused(args.ready(op, rotary=args.rotary(**changed))).startswith(f"{op}: {words}")
+
+
 # ---------------------------------------------------------------------------------------------------- nothing to do
 @pytest.mark.parametrize("axis", ["B", "S", "N", "K", "P", "tokens"])
 def test_an_axis_of_nothing_gives_nothing(axis: str) -> None:
@@ -342,9 +437,9 @@ def test_opcheck(op: str) -> None:
     sizes = (16, 32, 16, 128, 64)
     written = [x.clone() for x in (*a.selection, *a.partials)]
     given: dict[str, tuple] = {
-        "append": (*cache, p.seq_lens, p.page_table),
-        "append_quest": (*cache, m["kmin"], m["kmax"], p.seq_lens, p.page_table),
-        "append_infllm": (*cache, m["k1"], m["k2"], p.seq_lens, *sizes[1:], p.page_table),
+        "append": (*cache, p.seq_lens, p.page_table, *a.rotary()),
+        "append_quest": (*cache, m["kmin"], m["kmax"], p.seq_lens, p.page_table, *a.rotary()),
+        "append_infllm": (*cache, m["k1"], m["k2"], p.seq_lens, *sizes[1:], p.page_table, *a.rotary()),
         "quest_scores": (p.q, m["kmin"], m["kmax"], p.seq_lens, 16, False, torch.empty_like(a.scores)),
         "infllm_scores": (p.q, m["k1"], m["k2"], p.seq_lens, 0.25, *sizes, False, torch.empty_like(a.scores)),
         "select": (a.scores, p.seq_lens, 16, 0, 1, ids, *a.selection),

@@ -11,6 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.utils import instantiate
 
 import cutlass_kernels as ck
+from cutlass_kernels.reference import rotate
 from prr_pipeline import config, overrides
 from prr_pipeline.dsa.base import SparseMethod
 from prr_pipeline.dsa.quest import Quest
@@ -161,3 +162,32 @@ def test_scores_are_of_blocks_with_tokens_and_of_nothing_behind_them(method: Spa
     assert (scores[:, :, 4:] == -torch.inf).all() and scores[:, :, :3].isfinite().all()
     method.score(q, meta, lens, D**-0.5, again)
     assert torch.equal(scores, again)
+
+
+class Plain(Quest):
+    """Appends as methods did before RoPE could be a part of it."""
+
+    def append(self, k_new, v_new, k, v, meta, seq_lens):  # type: ignore[no-untyped-def, override]
+        super().append(k_new, v_new, k, v, meta, seq_lens)
+
+
+@pytest.mark.parametrize("method", [*METHODS, Plain(**SMALL)], ids=[*NAMES, "without"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_on_the_way_into_the_cache_is_rope_before_it(method: SparseMethod, interleaved: bool) -> None:
+    """Whether append takes it or not."""
+    q, new, turn = torch.randn(1, 4, 16), torch.randn(40, 1, 2, 16), torch.randn(40, 1, 8).repeat(1, 1, 2)
+    found = []
+    for inside in (True, False):
+        k = torch.full((1, 2, -(-40 // method.block_size), method.block_size, 16), float("nan"))
+        v, meta, out = k.clone(), method.metadata(k), torch.empty_like(q)
+        for n in range(1, 41):
+            lens, angles = torch.tensor([n], dtype=torch.int32), (turn[n - 1].cos(), turn[n - 1].sin(), interleaved)
+            given = (new[n - 1], new[n - 1], k, v, meta, lens)
+            if inside:
+                method.append_rotary(*given, ck.Rotary(q, *angles, out))
+            else:
+                out = rotate(q, *angles)
+                method.append(rotate(new[n - 1], *angles), *given[1:])
+        found.append((out, k, v, *meta.values()))
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)

@@ -22,6 +22,8 @@ from prr_pipeline.dsa.base import SparseMethod
 from prr_pipeline.dsa.infllm_v2 import InfLLMv2
 from prr_pipeline.dsa.quest import Quest
 from prr_pipeline.errors import ConfigError
+from prr_pipeline.models.attention import attention_modules
+from prr_pipeline.models.rope import RowAttention
 from prr_pipeline.prr import synthetic
 from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off
 from prr_pipeline.prr.engine import Mode, Step, digest
@@ -259,6 +261,47 @@ def test_synthetic_steps_are_those_of_the_plain_decoder() -> None:
     assert found[0] == found[1]
 
 
+@pytest.fixture
+def halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of half precision are taken over on a CPU, too, where their ops run the reference."""
+    monkeypatch.setattr("prr_pipeline.models.takeover.served", lambda weight: weight.dtype == torch.bfloat16)
+
+
+def without_rope(monkeypatch: pytest.MonkeyPatch, model: Any, method: SparseMethod) -> GraphEngine:
+    with monkeypatch.context() as patch:
+        patch.setattr("prr_pipeline.prr.graphs.fast_rope", lambda model: None)
+        return engine(model, method)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", METHODS)
+def test_rope_as_a_part_of_append(halves: None, monkeypatch: pytest.MonkeyPatch, kind: str, name: str) -> None:
+    """All modes still yield the bits of serial; the first step's keys are those of RoPE in the model, but roundings."""
+    graphs = engine(tiny(kind, dtype=torch.bfloat16), METHODS[name])
+    assert all(isinstance(m, RowAttention) for m in attention_modules(graphs.model))
+    runs = {one: run(graphs, one) for one in ("serial", *EXACT)}
+    assert len({tuple((s.token, s.digest) for s in steps) for steps in runs.values()}) == 1
+    rows = []
+    for one in (graphs, without_rope(monkeypatch, tiny(kind, dtype=torch.bfloat16), METHODS[name])):
+        start = one.prefill(prompt(70), ROOM)
+        list(one.decoder(start, mode("serial"), {}).generate(Sampler(0, 1, 0, "x"), 2, set()))
+        rows.append([at.k.flatten(2, 3)[:, :, 70] for at in start.cache.layers])
+    for ours, theirs in zip(*rows, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.1)
+
+
+def test_synthetic_keys_are_not_rotated(halves: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for graphs in (
+        engine(tiny("llama", dtype=torch.bfloat16), QUEST),
+        without_rope(monkeypatch, tiny("llama", dtype=torch.bfloat16), QUEST),
+    ):
+        start = synthetic.prefill(graphs, 100, ROOM, synthetic.Motion(0.3, 0.2), 0.5, 0, "s-0")
+        decoder = graphs.decoder(start, mode("prr"), THETAS)
+        found.append(told(list(decoder.generate(Sampler(0, 1, 0, "x"), ROOM, set()))))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("blocks", [8, 513, 520, 1024])
 def test_dense_attention_in_two_levels_is_attention_over_all_tokens(blocks: int) -> None:
     method = Quest(block_size=4, top_k=6)
@@ -430,15 +473,15 @@ def test_a_soak_keeps_serial_bits_memory_and_metadata(name: str) -> None:
             assert torch.equal(x[~x.isnan()], kept[key][~x.isnan()]), (layer, key)
 
 
-def test_linear_layers_norms_and_mlps_are_taken_over_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_layers_norms_mlps_and_rope_are_taken_over_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Any] = []
-    for name in ("fast_linears", "fast_norms", "fast_mlps"):
+    for name in ("fast_linears", "fast_norms", "fast_mlps", "fast_rope"):
         monkeypatch.setattr(f"prr_pipeline.prr.graphs.{name}", taken.append)
     model = tiny("llama")
     engine(model, QUEST, replace(EAGER, linears=False))
     assert not taken
     engine(model, QUEST)
-    assert taken == [model] * 3
+    assert taken == [model] * 4
 
 
 def test_a_compiled_step_has_its_sums_put_into_its_norms(monkeypatch: pytest.MonkeyPatch) -> None:
