@@ -46,7 +46,7 @@ class Linear:
     A CTA has an SM to itself, so that the next launch's takes over SM by SM; with two on an SM both streams are slower.
     """
 
-    def __init__(self, dtype: str, k: int, rows: int, split: int, bias: bool, warps: int = 8, stages: int = 8):
+    def __init__(self, dtype: str, k: int, rows: int, split: int, bias: bool, warps: int = 8, stages: int = 10):
         self.dtype, self.K, self.M, self.split, self.bias = common.DTYPES[dtype], k, rows, split, bias
         self.warps, self.stages = warps, stages
         self.columns = rows * split

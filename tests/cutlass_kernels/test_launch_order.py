@@ -109,7 +109,7 @@ def test_a_norm_in_a_linear_layer_leaves_the_copies_of_weights_in_front_of_the_w
     ptx = kernels["NormLinear"]
     wait, start = (places(ptx, what)[0] for what in (WAIT, START))
     copies = [[at < places(x, WAIT)[0] for at in places(x, r"cp\.async\.cg")] for x in (ptx, kernels["Linear"])]
-    assert sum(copies[0]) == sum(copies[1]) == 7 * 4 and len(copies[0]) == len(copies[1]) - 1 == 8 * 4
+    assert sum(copies[0]) == sum(copies[1]) == 9 * 4 and len(copies[0]) == len(copies[1]) - 1 == 10 * 4
     weight, rows = places(ptx, r"ld\.global\.v4"), places(ptx, r"ld\.global\.cg\.v4")
     assert len(places(ptx, r"ld\.global")) == 6 and len(weight) == 2 and len(rows) == 4
     first, second, _ = places(ptx, r"bar\.sync")
@@ -121,7 +121,7 @@ def test_a_norm_in_a_linear_layer_leaves_the_copies_of_weights_in_front_of_the_w
 @pytest.mark.parametrize("name", ["Linear", "NormLinear", "SiluLinear"])
 def test_weights_are_the_first_to_leave_the_l2_and_x_is_not(kernels, name):
     hinted = re.findall(r"cp\.async\.cg\.shared\.global\.L2::cache_hint \[.*?\], \[.*?\], 16, (.*?);", kernels[name])
-    assert len(hinted) == 8 * 4 and {int(x) for x in hinted} == {0x12F0000000000000}
+    assert len(hinted) == 10 * 4 and {int(x) for x in hinted} == {0x12F0000000000000}
     others = len(places(kernels[name], r"cp\.async\.cg")) - len(hinted)
     assert (others > 0) == (name == "Linear"), "the others make x in registers"
 
@@ -130,7 +130,7 @@ def test_an_mlp_s_product_is_made_behind_the_copies_of_weights_from_loads_that_a
     """13 pieces a thread, of gate and of up, are two batches: 7 and 6. No copy of weights is waited for in between."""
     ptx = kernels["SiluLinear"]
     wait, start = (places(ptx, what)[0] for what in (WAIT, START))
-    assert [at < wait for at in places(ptx, r"cp\.async\.cg")] == [True] * 7 * 4 + [False] * 4
+    assert [at < wait for at in places(ptx, r"cp\.async\.cg")] == [True] * 9 * 4 + [False] * 4
     loads, stores = places(ptx, r"ld\.global"), places(ptx, r"st\.shared\.v4")
     assert loads == places(ptx, r"ld\.global\.cg\.v4") and len(loads) == 2 * 13 and len(stores) == 13
     first, second, last, _ = places(ptx, r"bar\.sync")
