@@ -5,15 +5,16 @@ One decode step of a layer, for B sequences of ragged length, one query token ea
 
     append_quest(k_new, v_new, k, v, kmin, kmax, seq_lens)
     scores = quest_scores(q, kmin, kmax, seq_lens, block)
-    speculate(q, k, v, P, scores, seq_lens, scale, A, partials, sink, local)  # select A; beside it attend(P)
-    out, lse = repair(q, k, v, A, *partials, seq_lens, scale)                 # bit for bit merge(attend(A))
+    A = select(scores, seq_lens, block, K, sink, local, P)
+    attend(q, k, v, P, seq_lens, scale, out=partials, beside=True)  # beside the selection of A
+    out, lse = repair(q, k, v, A, *partials, seq_lens, scale)       # bit for bit merge(attend(A))
     predict(scores, level, trend, theta, seq_lens, block, sink, local, out=P)
 
-attend_missed and merge_repaired are the halves of repair, faster where much is missed. Without P, select, attend_missed
-and merge are a serial step. replay_hits says what predict would have hit in a window of rows. LSE is the natural log;
-the empty set is o = 0, lse = -inf. The rest of a layer is linear, rms_norm, add_rms_norm and, in one launch each,
-add_norm_linear, which is linear behind add_rms_norm, and silu_mul_linear, which is linear behind silu(gate) * up. See
-each op for shapes, dtypes and errors.
+rank_infllm is the scores of InfLLM-v2 and the selection in one. attend_missed and merge_repaired are the halves of
+repair, faster where much is missed. Without P, select, attend_missed and merge are a serial step. replay_hits says what
+predict would have hit in a window of rows. LSE is the natural log; the empty set is o = 0, lse = -inf. The rest of a
+layer is linear, rms_norm, add_rms_norm and, in one launch each, add_norm_linear, which is linear behind add_rms_norm,
+and silu_mul_linear, which is linear behind silu(gate) * up. See each op for shapes, dtypes and errors.
 """
 
 import cutlass_kernels.cuda  # noqa: F401  (CUDA tensors are served by the templates)
@@ -34,11 +35,11 @@ from cutlass_kernels.ops import (
     merge_repaired,
     predict,
     quest_scores,
+    rank_infllm,
     repair,
     repair_union,
     replay_hits,
     select,
-    speculate,
 )
 
 __all__ = [
@@ -60,11 +61,11 @@ __all__ = [
     "merge_repaired",
     "predict",
     "quest_scores",
+    "rank_infllm",
     "repair",
     "repair_union",
     "replay_hits",
     "rms_norm",
     "select",
     "silu_mul_linear",
-    "speculate",
 ]

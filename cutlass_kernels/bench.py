@@ -23,7 +23,7 @@ log = logging.getLogger("cutlass_kernels.bench")
 PEERS = ("flashinfer", "torch")
 OPS = (
     *("serial_attention", "attend", "merge", "repair", "append", "append_quest", "append_infllm"),
-    *("quest_scores", "infllm_scores", "select", "predict", "layer_serial", "layer_prr"),
+    *("quest_scores", "infllm_scores", "rank_infllm", "select", "predict", "layer_serial", "layer_prr"),
     *("linear", "add_rms_norm", "norm_linear", "silu_linear", "calibrate"),
 )
 

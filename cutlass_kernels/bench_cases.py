@@ -74,6 +74,7 @@ class Case:
             "repair": self.missed * self.block * 2 * token,
             "quest_scores": self.blocks * per_block,
             "infllm_scores": (self.context // 16 + self.context // 64) * token,
+            "rank_infllm": (self.context // 16 + self.context // 64) * token,
             "layer_serial": self.blocks * per_block + self.budget * 2 * token,
             "layer_prr": self.blocks * per_block + int(self.budget * DELTA) * 2 * token,
         }.get(self.op, 0)
@@ -91,6 +92,7 @@ def cases() -> list[Case]:
     out += [Case("append", 2, 64, long), Case("append_quest", 2, 64, long), Case("append_infllm", 2, 64, long)]
     out += [Case("quest_scores", 2, 16, longest), Case("quest_scores", 8, 16, long), Case("quest_scores", 2, 16, long)]
     out += [Case("infllm_scores", h, 64, n) for h, n in ((2, longest), (2, long), (4, longest), (8, long))]
+    out += [Case("rank_infllm", h, 64, n, 4096) for n in (32 * KI, long) for h in (2, 4, 8)]
     out += [Case("select", heads, 16, longest, 4096) for heads in (2, 8)]
     out += [Case("select", heads, 64, longest, 4096) for heads in (2, 8)]
     out += [Case("predict", heads, 16, longest, 4096) for heads in (2, 8)]
@@ -179,6 +181,7 @@ def calls(case: Case) -> Calls:
         "append_infllm": _append,
         "quest_scores": _quest,
         "infllm_scores": _infllm,
+        "rank_infllm": _rank,
         "select": _select,
         "predict": _predict,
         "layer_serial": _layer,
@@ -317,11 +320,16 @@ def _quest(case: Case) -> Calls:
     return call, check
 
 
+def _means(x: Inputs) -> list[tuple[Tensor, Tensor]]:
+    c = x.case
+    sizes = (c.context - 32) // 16 + 1, (c.context - 128) // 64 + 1
+    windows = lambda n: x.normal(c.kv_heads, n, c.head_dim)
+    return [(windows(sizes[0]), windows(sizes[1])) for _ in range(x.sets)]
+
+
 def _infllm(case: Case) -> Calls:
     x = Inputs(case)
-    sizes = (case.context - 32) // 16 + 1, (case.context - 128) // 64 + 1
-    windows = lambda n: x.normal(case.kv_heads, n, case.head_dim)
-    means = [(windows(sizes[0]), windows(sizes[1])) for _ in range(x.sets)]
+    means = _means(x)
     scores = torch.empty(case.batch, case.kv_heads, case.blocks, device="cuda")
 
     def call(i: int) -> object:
@@ -332,6 +340,29 @@ def _infllm(case: Case) -> Calls:
         wanted = torch.empty_like(scores)
         reference.infllm_scores(x.q, *means[0], x.lens, x.scale, case.block, 32, 16, 128, 64, False, wanted)
         close(scores, wanted, 1e-4, "infllm_scores")
+
+    return call, check
+
+
+def _rank(case: Case) -> Calls:
+    """By InfLLM-v2's rule: 1 sink and 33 local blocks are forced."""
+    x = Inputs(case)
+    means, P = _means(x), x.ids()
+    scores = torch.empty(case.batch, case.kv_heads, case.blocks, device="cuda")
+    picked = ck.Selection.empty(case.batch, case.kv_heads, case.top_k, "cuda")
+
+    def call(i: int) -> object:
+        given = (x.q, *means[i % x.sets], x.lens, x.scale, scores, case.top_k, 1, 33, case.block)
+        return ck.rank_infllm(*given, predicted=P, out=picked)
+
+    def check() -> None:
+        call(0)
+        wanted, chosen = torch.empty_like(scores), ck.Selection(*(torch.empty_like(t) for t in picked))
+        reference.infllm_scores(x.q, *means[0], x.lens, x.scale, case.block, 32, 16, 128, 64, False, wanted)
+        close(scores, wanted, 1e-4, "rank_infllm scores")
+        reference.select(scores, x.lens, case.block, 1, 33, P, *chosen)
+        for a, b, what in zip(picked, chosen, picked._fields, strict=True):
+            same(a, b, f"rank_infllm {what}")
 
     return call, check
 
@@ -407,7 +438,8 @@ def _layer(case: Case) -> Calls:
     def prr(i: int) -> object:
         i %= x.sets
         score(i)
-        ck.speculate(x.q, *caches[i], P[i], scores, x.lens, x.scale, picked, parts)
+        ck.select(scores, x.lens, case.block, case.top_k, predicted=P[i], out=picked)
+        ck.attend(x.q, *caches[i], P[i], x.lens, x.scale, out=parts, beside=True)
         return ck.repair(x.q, *caches[i], picked, *parts, x.lens, x.scale, out=x.out)
 
     for i in range(x.sets):  # a hit rate of .95

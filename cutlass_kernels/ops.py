@@ -37,10 +37,10 @@ OPS = {
         "quest_scores": ("scores",),
         "infllm_scores": ("scores",),
         "select": ("ids", "position", "missed", "counts"),
+        "rank_infllm": ("scores", "ids", "position", "missed", "counts"),
         "predict": ("level", "trend", "ids"),
         "replay_hits": ("size", "total", "hits", "weight"),
         "attend": ("o", "lse"),
-        "speculate": ("ids", "position", "missed", "counts", "o", "lse"),
         "merge": ("out", "out_lse"),
         "attend_missed": ("o", "lse"),
         "merge_repaired": ("out", "out_lse"),
@@ -229,6 +229,22 @@ def quest_scores(
     return out
 
 
+def _check_infllm(
+    d: Dims, q: Tensor, k1: Tensor, k2: Tensor, seq_lens: Tensor, scores: Tensor, name: str, block_size: int,
+    window: int, stride: int, coarse_window: int, coarse_stride: int,
+) -> None:  # fmt: skip
+    of = _sequences(k1, k2)
+    d("k1", k1, f"{of} H W1 D", *FLOATS)
+    d("k2", k2, f"{of} H W2 D", k1.dtype)
+    d("q", q, "B Hq D", k1.dtype)
+    d("seq_lens", seq_lens, "B", torch.int32)
+    d(name, scores, "B H N", torch.float32)
+    d.groups()
+    check_positive(d.op, block_size=block_size, **windows(window, stride, coarse_window, coarse_stride))
+    if block_size % stride or window % stride:
+        raise ValueError(f"{d.op}: block {block_size} and window {window}, expected multiples of stride {stride}")
+
+
 def infllm_scores(
     q: Tensor,
     k1: Tensor,
@@ -263,22 +279,9 @@ def infllm_scores(
         if num_blocks is None:
             raise ValueError("infllm_scores: pass out or num_blocks")
         out = q.new_empty((q.shape[0], k1.shape[1], num_blocks), dtype=torch.float32)
-    d = Dims("infllm_scores")
-    of = _sequences(k1, k2)
-    d("k1", k1, f"{of} H W1 D", *FLOATS)
-    d("k2", k2, f"{of} H W2 D", k1.dtype)
-    d("q", q, "B Hq D", k1.dtype)
-    d("seq_lens", seq_lens, "B", torch.int32)
-    d("out", out, "B H N", torch.float32)
-    d.groups()
-    check_positive("infllm_scores", block_size=block_size, **windows(window, stride, coarse_window, coarse_stride))
-    if block_size % stride or window % stride:
-        raise ValueError(
-            f"infllm_scores: block {block_size} and window {window}, expected multiples of stride {stride}"
-        )
-    torch.ops.prr.infllm_scores(
-        q, k1, k2, seq_lens, scale, block_size, window, stride, coarse_window, coarse_stride, exact, out
-    )
+    sizes = window, stride, coarse_window, coarse_stride
+    _check_infllm(Dims("infllm_scores"), q, k1, k2, seq_lens, out, "out", block_size, *sizes)
+    torch.ops.prr.infllm_scores(q, k1, k2, seq_lens, scale, block_size, *sizes, exact, out)
     return out
 
 
@@ -314,6 +317,13 @@ def _check_select(d: Dims, scores: Tensor, seq_lens: Tensor, predicted: Tensor, 
     d("out.counts", out.counts, "B H 2", torch.int32)
 
 
+def _or_nothing(predicted: Tensor | None, scores: Tensor) -> Tensor:
+    """P, or the empty set for rows of scores."""
+    if predicted is not None:
+        return predicted
+    return torch.empty(*scores.shape[:2], 0, dtype=torch.int32, device=scores.device)
+
+
 def select(
     scores: Tensor,
     seq_lens: Tensor,
@@ -341,11 +351,57 @@ def select(
     """
     check_rule("select", top_k, sink, local, block_size)
     B, H, _ = scores.shape if scores.dim() == 3 else (0, 0, 0)
-    if predicted is None:
-        predicted = torch.empty(B, H, 0, dtype=torch.int32, device=scores.device)
+    predicted = _or_nothing(predicted, scores)
     out = Selection.empty(B, H, top_k, scores.device) if out is None else out
     _check_select(Dims("select"), scores, seq_lens, predicted, out, top_k)
     torch.ops.prr.select(scores, seq_lens, block_size, sink, local, predicted, *out)
+    return out
+
+
+def rank_infllm(
+    q: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    scores: Tensor,
+    top_k: int,
+    sink: int = 0,
+    local: int = 1,
+    block_size: int = 64,
+    window: int = 32,
+    stride: int = 16,
+    coarse_window: int = 128,
+    coarse_stride: int = 64,
+    exact: bool = False,
+    predicted: Tensor | None = None,
+    out: Selection | None = None,
+) -> Selection:
+    """infllm_scores, and select of these scores. On a GPU one launch, where a row's windows fit into its CTAs.
+
+    That are about 130,000 tokens of InfLLM-v2's windows at D = 128, in as many rows as the device has room for at once;
+    beyond, it is the launches of both. The selection is that of the scores written; those of the one launch and of
+    infllm_scores may differ in the last bits.
+
+    Args:
+        q, k1, k2, seq_lens, scale, block_size, window, ..., exact: as for infllm_scores.
+        scores: [B, H_kv, N] float32, written.
+        top_k, sink, local, predicted: as for select.
+        out: buffers to write, allocated when None.
+
+    Raises:
+        ValueError: sizes that do not agree, block_size or window no multiple of stride; sink + local > K > 0.
+    """
+    d, sizes = Dims("rank_infllm"), (window, stride, coarse_window, coarse_stride)
+    _check_infllm(d, q, k1, k2, seq_lens, scores, "scores", block_size, *sizes)
+    check_rule(d.op, top_k, sink, local, block_size)
+    predicted = _or_nothing(predicted, scores)
+    B, H, _ = scores.shape
+    out = Selection.empty(B, H, top_k, scores.device) if out is None else out
+    _check_select(d, scores, seq_lens, predicted, out, top_k)
+    torch.ops.prr.rank_infllm(
+        q, k1, k2, seq_lens, scale, block_size, *sizes, exact, sink, local, predicted, scores, *out
+    )
     return out
 
 
@@ -475,6 +531,7 @@ def attend(
     scale: float,
     page_table: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
+    beside: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One softmax partial a listed block, the same bits whatever else is listed.
 
@@ -484,68 +541,28 @@ def attend(
         scale: of the logits.
         page_table: [B, H_kv, C] int32, block -> slot; identity when None.
         out: buffers (o, lse), allocated when None.
+        beside: on a GPU, run beside the op in front on the stream: what the paper overlaps (PRR, section 4), attention
+            over P and the selection of A. That op must be select, predict, a score or rank_infllm; it must write
+            nothing that is read here, nor read or write `out`, which was allocated before it was called (else it may
+            be memory that it still reads). What ops further in front wrote is there, since those wait before they let
+            the next one start.
 
     Returns:
         o: [B, H_kv, N, G, D] float32, normalised; 0 for padding.
         lse: [B, H_kv, N, G] float32, natural log; -inf for padding.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not agree; `beside` without `out`.
     """
     d = Dims("attend")
+    if beside and out is None:
+        raise ValueError("attend: beside another op it needs out, allocated before that one was called")
     G = _check_kv(d, q, k, v, seq_lens, page_table)
     d("ids", ids, "B H N", torch.int32)
     _listed(d, ids, k, seq_lens, page_table)
     out = _partials(d, q, ids, f"B H N {G}", G, out)
-    torch.ops.prr.attend(q, k, v, ids, seq_lens, scale, page_table, *out)
+    torch.ops.prr.attend(q, k, v, ids, seq_lens, scale, page_table, *out, beside)
     return out
-
-
-def speculate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    predicted: Tensor,
-    scores: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    chosen: Selection,
-    partials: tuple[Tensor, Tensor],
-    sink: int = 0,
-    local: int = 1,
-    page_table: Tensor | None = None,
-) -> tuple[Selection, tuple[Tensor, Tensor]]:
-    """select(scores, predicted=P) and, beside it, attend(P): what the paper overlaps (PRR, section 4), bit for bit.
-
-    On a GPU attention over P does not wait for the op in front on the stream either, whose scores it has no use for:
-    that one must not write q, k, v, P, seq_lens or the page table, nor read or write the partials, which were allocated
-    before it was called (else they may be memory that it still reads). What ops further in front wrote is there, since
-    every op waits before it lets the next one start.
-
-    Args:
-        q: [B, Hq, D]. k, v: [B, H_kv, S, T, D]; tokens at and beyond seq_lens are never read.
-        predicted: P, [B, H_kv, P] int32, -1 padded, without duplicates; not one of chosen's.
-        scores: [B, H_kv, N] float32, of blocks of T tokens.
-        scale: of the logits.
-        chosen: buffers of select, K of them, written.
-        partials: buffers of attend for P, written.
-        sink, local: forced blocks, see select.
-        page_table: [B, H_kv, C] int32, block -> slot; identity when None.
-
-    Returns:
-        chosen and partials.
-
-    Raises:
-        ValueError: sizes that do not agree; sink + local > K > 0; P is a buffer of chosen.
-    """
-    d = Dims("speculate")
-    if any(predicted is x for x in chosen):
-        raise ValueError("speculate: predicted is a buffer of chosen, which is written while P is read: pass a copy")
-    K = chosen.ids.shape[-1]
-    G = _check_kv(d, q, k, v, seq_lens, page_table)
-    check_rule("speculate", K, sink, local, k.shape[3])
-    _check_select(d, scores, seq_lens, predicted, chosen, K)
-    _listed(d, predicted, k, seq_lens, page_table)
-    _partials(d, q, predicted, f"B H P {G}", G, partials)
-    torch.ops.prr.speculate(q, k, v, predicted, scores, seq_lens, scale, sink, local, page_table, *chosen, *partials)
-    return chosen, partials
 
 
 def _outputs(d: Dims, q: Tensor, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -569,7 +586,7 @@ def merge(o: Tensor, lse: Tensor, out: tuple[Tensor, Tensor], early: bool = Fals
         o, lse: [B, H_kv, N, G, D] and [B, H_kv, N, G] float32. Parts with lse = -inf weigh nothing, whatever their o.
         out: ([B, Hq, D] of any float dtype, [B, Hq] float32), written; o = 0, lse = -inf where every part is empty.
         early: on a GPU, let the launch behind this one start before the partials are read. Worth it where that one has
-            bytes of its own to fetch first, as a linear layer has; speculate, which may write partials, must not be it.
+            bytes of its own to fetch first, as a linear layer has; it must not write partials, as attend does.
     """
     d = Dims("merge")
     d("o", o, "B H N G D", torch.float32)

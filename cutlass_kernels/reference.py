@@ -311,6 +311,33 @@ def select(
     counts[..., 1] = lost.sum(2) if K else 0
 
 
+def rank_infllm(
+    q: Tensor,
+    k1: Tensor,
+    k2: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    block_size: int,
+    window: int,
+    stride: int,
+    coarse_window: int,
+    coarse_stride: int,
+    exact: bool,
+    sink: int,
+    local: int,
+    predicted: Tensor,
+    scores: Tensor,
+    ids: Tensor,
+    position: Tensor,
+    missed: Tensor,
+    counts: Tensor,
+) -> None:
+    """infllm_scores, then select."""
+    sizes = window, stride, coarse_window, coarse_stride
+    infllm_scores(q, k1, k2, seq_lens, scale, block_size, *sizes, exact, scores)
+    select(scores, seq_lens, block_size, sink, local, predicted, ids, position, missed, counts)
+
+
 def _find(ids: Tensor, within: Tensor) -> Tensor:
     """Index of each id among `within` (the first, if twice), -1 if absent or padding."""
     if within.shape[2] == 0 or ids.shape[2] == 0:
@@ -413,8 +440,9 @@ def attend(
     page_table: Tensor | None,
     o: Tensor,
     lse: Tensor,
+    beside: bool = False,
 ) -> None:
-    """One softmax partial a block."""
+    """One softmax partial a block; `beside` is of the launch."""
     B, H, S, T, D = k.shape
     G, N = q.shape[1] // H, ids.shape[2]
     if not S:  # a cache without slots: all ids are padding
@@ -443,29 +471,6 @@ def attend(
         some = total != 0  # true of NaN: a wrong read must show, not weigh nothing
         o[:, :, part] = torch.where(some[..., None], weighted / total[..., None], 0.0)
         lse[:, :, part] = torch.where(some, base + torch.log(total), -INF)
-
-
-def speculate(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    predicted: Tensor,
-    scores: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    sink: int,
-    local: int,
-    page_table: Tensor | None,
-    ids: Tensor,
-    position: Tensor,
-    missed: Tensor,
-    counts: Tensor,
-    o: Tensor,
-    lse: Tensor,
-) -> None:
-    """The selection of A, and partials of P."""
-    select(scores, seq_lens, k.shape[3], sink, local, predicted, ids, position, missed, counts)
-    attend(q, k, v, predicted, seq_lens, scale, page_table, o, lse)
 
 
 def _locate(ids: Tensor, seq_lens: Tensor, page_table: Tensor | None, T: int, S: int) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,8 @@ each folds the tiles of its slice, in their order.
 
 The bits of a partial depend on q, the block and the scale only.
 
-In mode AHEAD (see speculate) it runs beside the kernel in front of it on its stream: all of that one has started by
-then, and has waited for whatever is read here.
+In mode AHEAD it runs beside the kernel in front of it on its stream: all of that one has started by then, and has
+waited for whatever is read here before it let this one start.
 """
 
 from types import SimpleNamespace
@@ -276,6 +276,6 @@ def launch(q, k, v, ids, position, seq_lens, page_table, o, lse, mode, scale, op
     kernel(q, k, v, ids, position, seq_lens, page_table, o, lse, mode, scale)
 
 
-def attend(q, k, v, ids, seq_lens, scale, page_table, o, lse):
+def attend(q, k, v, ids, seq_lens, scale, page_table, o, lse, beside=False):
     """The op."""
-    launch(q, k, v, ids, ids, seq_lens, page_table, o, lse, ALL, scale)
+    launch(q, k, v, ids, ids, seq_lens, page_table, o, lse, AHEAD if beside else ALL, scale)

@@ -4,8 +4,7 @@
 import math
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int8, Int32
-from cutlass.memory import SmemAllocator
+from cutlass import BFloat16, Float16, Float32, Int32
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -30,21 +29,3 @@ def sym(divisibility=1):
 def syms(n):
     """As many sizes."""
     return tuple(sym() for _ in range(n))
-
-
-class Overlay(SmemAllocator):
-    """Shared memory of one of two bodies of a kernel, whose CTAs run the one or the other: from `base` on.
-
-    Without a base what it gives is of no use but to count, in `used`, the bytes.
-    """
-
-    def __init__(self, base=None):
-        super().__init__()
-        self.base = cute.make_ptr(Int8, 0, cute.AddressSpace.smem, assumed_align=1024) if base is None else base
-        self.used = 0
-
-    def allocate(self, size, align=1, **_):
-        """Bytes, from the next multiple of `align` on; what the other ways to allocate come down to."""
-        at = -(-self.used // align) * align
-        self.used = at + size
-        return self.base + at

@@ -21,10 +21,7 @@ class Select(RowSelect):
 
     def signature(self):
         """What __call__ is compiled for."""
-        return self.arguments(*common.syms(4))
-
-    def arguments(self, B, H, K, P):
-        """Fake scores, lengths, rule, P, and lists of A."""
+        B, H, K, P = common.syms(4)
         lists = common.fake(Int32, (B, H, K), 4)
         return (
             self.row_signature(B, H),
@@ -79,15 +76,10 @@ class Select(RowSelect):
         counts: cute.Tensor,
     ):
         """CTA `rank` of the cluster of row (b, h)."""
+        t, _, _ = cute.arch.thread_idx()
         rank, h, b = cute.arch.block_idx()
         out = SimpleNamespace(ids=ids, position=position, missed=missed, counts=counts)
         m = self.memory(SmemAllocator(), True)
-        self.row(scores, seq_lens, block_size, sink, local, predicted, out, rank, h, b, m)
-
-    @cute.jit
-    def row(self, scores, seq_lens, block_size, sink, local, predicted, out, rank, h, b, m):
-        """All that a CTA does."""
-        t, _, _ = cute.arch.thread_idx()
         self.setup(m, True)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -97,7 +89,7 @@ class Select(RowSelect):
         n = blocks_of(seq_lens[b], block_size)
         self.ready()
         self.note(early, predicted, b, h, rank, m)
-        key = self.keys(values, first, n, scores.shape[2], out.ids.shape[2], sink, local)
+        key = self.keys(values, first, n, scores.shape[2], ids.shape[2], sink, local)
         self.choose(key, cutlass.min(n, scores.shape[2]), first, b, h, rank, m, out, True)
 
 

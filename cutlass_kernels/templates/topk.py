@@ -19,7 +19,7 @@ FEW = 8  # keys that are ranked one by one
 
 
 class RowSelect:
-    """One row of values per cluster of CTAs, kept in registers: threads * per_thread blocks a CTA.
+    """One row of values per cluster of CTAs, kept in registers: `chunk` blocks a CTA, threads * per_thread at most.
 
     A value becomes a 32-bit key, smaller is better. At most three radix passes of 11 bits each (the last two share one)
     find the key of rank K; the first that decides ends the search. A histogram has 2048 bins: the CTAs exchange 64 sums
@@ -28,7 +28,7 @@ class RowSelect:
     hides behind the loads.
 
     All of this is bound by instructions, most of which a warp executes whatever its blocks: a CTA that has a row for
-    itself has 8 warps, not 16, or the 4 of the attention beside it. It also knows the least and the largest score at
+    itself has 8 warps, not 16. It also knows the least and the largest score at
     once, and lets the first digit span just these: a search ends there as a rule, or with FEW blocks that share the
     digit.
 
@@ -38,10 +38,11 @@ class RowSelect:
 
     SERVES = {"number of blocks": range(CAPACITY + 1)}
 
-    def __init__(self, cluster: int, per_thread: int, vector: bool, threads: int = 512):
+    def __init__(self, cluster: int, per_thread: int, vector: bool, threads: int = 512, owners: int | None = None):
         self.cluster, self.E, self.vector, self.threads = cluster, per_thread, vector, threads
         self.warps = threads // 32
-        self.chunk = threads * per_thread
+        self.owners = threads if owners is None else owners  # threads that own blocks; the keys of the others are DEAD
+        self.chunk = self.owners * per_thread
 
     def row_signature(self, B, H):
         """A [B, H_kv, N] float32 argument; whole vectors a row when self.vector."""
@@ -68,6 +69,11 @@ class RowSelect:
             m.bars = smem.allocate_tensor(Int64, cute.make_layout((8,)), 8)
         return m
 
+    def bytes(self, compare):
+        """What memory() takes."""
+        C, numbers = self.cluster, 3 * BINS + 4 + 3 * 64 + 16 + 2 * self.warps + (self.chunk if compare else 0)
+        return 4 * (numbers + (2 * self.warps + FEW if C == 1 else 3 * (64 + 32) * C + 4 * C + 16))
+
     @cute.jit
     def setup(self, m, compare):
         """Clear the shared memory; announce the mbarriers of a cluster."""
@@ -83,8 +89,12 @@ class RowSelect:
         if const_expr(compare):
             absent = cute.make_rmem_tensor((4,), Int32)
             absent.fill(ABSENT)
-            for i in range_constexpr(self.E // 4):
+            for i in range_constexpr(self.chunk // 4 // self.threads):
                 cute.autovec_copy(absent, m.place[None, t + i * self.threads])
+            if const_expr(self.chunk // 4 % self.threads):
+                whole = const_expr(self.chunk // 4 // self.threads * self.threads)
+                if t < self.chunk // 4 - whole:
+                    cute.autovec_copy(absent, m.place[None, t + whole])
         if const_expr(self.cluster == 1):
             few = m.few
             if t < FEW:
@@ -223,10 +233,13 @@ class RowSelect:
     @cute.jit
     def count(self, key, want, mask, shift, m, p):
         """The histogram of a digit of the keys that agree with `want` in `mask`."""
+        t, _, _ = cute.arch.thread_idx()
         bins = m.bins.iterator + 2048 * p
         mine = Uint32(0)
         for i in range_constexpr(self.E):
             mine = mine | (Uint32(1 << i) if ((key[i] ^ want) & mask) == 0 else Uint32(0))
+        if const_expr(self.owners < self.threads):
+            mine = mine if t < self.owners else Uint32(0)
         if mine != 0:
             for i in range_constexpr(self.E):  # a key that does not agree counts where nobody looks, without a branch
                 digit = Int32((key[i] >> Uint32(shift)) & Uint32(2047))

@@ -13,7 +13,7 @@ from inspect import signature
 import torch
 from torch import Tensor
 
-from cutlass_kernels import Rotary
+import cutlass_kernels as ck
 from cutlass_kernels.reference import rotate
 from prr_pipeline.errors import ConfigError
 
@@ -88,7 +88,7 @@ class SparseMethod(ABC):
         """
 
     def append_rotary(
-        self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, meta: Metadata, seq_lens: Tensor, rotary: Rotary
+        self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, meta: Metadata, seq_lens: Tensor, rotary: ck.Rotary
     ) -> None:
         """RoPE of the newest key and of the step's queries, and append: in one op, where append takes a `rotary`."""
         if "rotary" in signature(self.append).parameters:
@@ -112,6 +112,30 @@ class SparseMethod(ABC):
             q: [B, Hq, D].
             meta: of B sequences, or of one that all queries ask.
         """
+
+    def rank_blocks(
+        self,
+        q: Tensor,
+        meta: Metadata,
+        seq_lens: Tensor,
+        scale: float,
+        scores: Tensor,
+        predicted: Tensor | None,
+        out: ck.Selection,
+    ) -> None:
+        """What a step asks: the scores of all blocks, and from them A, held against P. Here, score and select.
+
+        A method whose kernel does both may have its own: A must be that of the scores which it writes, and its last
+        launch one that attention may run beside, see cutlass_kernels.attend.
+
+        Args:
+            q, meta: as for score; of B sequences.
+            scores: [B, H_kv, N] float32, written.
+            predicted: P, [B, H_kv, P] int32; None: the empty set.
+            out: written.
+        """
+        self.score(q, meta, seq_lens, scale, scores)
+        ck.select(scores, seq_lens, self.block_size, self.top_k, self.sink, self.local, predicted, out)
 
 
 def probe(

@@ -7,6 +7,7 @@ that touch it, of the weights summed over the query heads of the group, normalis
 """
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from torch import Tensor
 
@@ -14,6 +15,15 @@ import cutlass_kernels as ck
 from cutlass_kernels.reference import window_mean
 from prr_pipeline.dsa.base import Metadata, SparseMethod, flat_tokens, poison
 from prr_pipeline.errors import ConfigError
+
+
+class _Sizes(TypedDict):
+    block_size: int
+    window: int
+    stride: int
+    coarse_window: int
+    coarse_stride: int
+    exact: bool
 
 
 @dataclass(kw_only=True)
@@ -88,17 +98,44 @@ class InfLLMv2(SparseMethod):
 
     def score(self, q: Tensor, meta: Metadata, seq_lens: Tensor, scale: float, out: Tensor) -> None:
         """See SparseMethod."""
-        ck.infllm_scores(
+        ck.infllm_scores(q, meta["k1"], meta["k2"], seq_lens, scale, **self._sizes(), out=out)
+
+    def rank_blocks(
+        self,
+        q: Tensor,
+        meta: Metadata,
+        seq_lens: Tensor,
+        scale: float,
+        scores: Tensor,
+        predicted: Tensor | None,
+        out: ck.Selection,
+    ) -> None:
+        """See SparseMethod; one launch, but for long rows, and for a subclass with scores of its own."""
+        if type(self).score is not InfLLMv2.score:
+            super().rank_blocks(q, meta, seq_lens, scale, scores, predicted, out)
+            return
+        ck.rank_infllm(
             q,
             meta["k1"],
             meta["k2"],
             seq_lens,
             scale,
-            self.block_size,
-            self.window,
-            self.stride,
-            self.coarse_window,
-            self.coarse_stride,
-            self.normaliser == "exact",
+            scores,
+            self.top_k,
+            self.sink,
+            self.local,
+            **self._sizes(),
+            predicted=predicted,
             out=out,
         )
+
+    def _sizes(self) -> _Sizes:
+        """What scores depend on beside tensors and the scale."""
+        return {
+            "block_size": self.block_size,
+            "window": self.window,
+            "stride": self.stride,
+            "coarse_window": self.coarse_window,
+            "coarse_stride": self.coarse_stride,
+            "exact": self.normaliser == "exact",
+        }

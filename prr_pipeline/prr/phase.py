@@ -2,8 +2,8 @@
 r"""The attention phase of a decode step on a device: one call a layer.
 
     append (with RoPE, where the model leaves it to that)
-    score
-    speculate: select A, and beside it partials = attend(P); serial: select
+    rank: scores, and A of the highest
+    beside it, partials = attend(P), unless the step is serial
     repair: merge(A: partials of A n P, and of A \ P computed now)
     behind the last layer's selection, P of the next step in all layers, on a stream that the end of the step joins
 
@@ -188,18 +188,16 @@ class AttentionPhase:
         """Select, learn and attend, after the step's token was appended. q: [B, Hq, D] -> [B, Hq, D], allocated."""
         if plan.width:
             return self.speculative(plan, layer, at, q, scale)
-        chosen = self.choose(layer, at, q, scale)
+        chosen = self.rank(layer, at, q, scale)
         self.predict(plan, layer)
         return self.attend_chosen(at, q, chosen, scale)
 
     def speculative(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Tensor:
         """Attention over P beside the top-K, and repair."""
-        m, lens, ids = self.method, self.cache.seq_lens, self.ahead(plan.width)[layer]
-        room = self._ahead(ids)  # before the scores: it must not be memory that their launches still read
-        scores = self.score(layer, at, q, scale)
-        chosen, partials = ck.speculate(
-            q, at.k, at.v, ids, scores, lens, scale, self.selection(layer), room, m.sink, m.local
-        )
+        ids = self.ahead(plan.width)[layer]
+        room = self._ahead(ids)  # before the ranking: it must not be memory that its launches still read
+        chosen = self.rank(layer, at, q, scale, ids)
+        partials = ck.attend(q, at.k, at.v, ids, self.cache.seq_lens, scale, out=room, beside=True)
         self.predict(plan, layer)
         return self.mend(plan, at, q, chosen, self._ready(plan, partials, q), scale)
 
@@ -218,10 +216,13 @@ class AttentionPhase:
         self.method.score(q, at.meta, self.cache.seq_lens, scale, self.scores[layer])
         return self.scores[layer]
 
-    def choose(self, layer: int, at: LayerCache, q: Tensor, scale: float) -> ck.Selection:
-        """Score and select, without a P."""
-        m, lens, scores = self.method, self.cache.seq_lens, self.score(layer, at, q, scale)
-        return ck.select(scores, lens, m.block_size, m.top_k, m.sink, m.local, out=self.selection(layer))
+    def rank(
+        self, layer: int, at: LayerCache, q: Tensor, scale: float, predicted: Tensor | None = None
+    ) -> ck.Selection:
+        """Score and select: A of a layer, against P or nothing."""
+        chosen, scores = self.selection(layer), self.scores[layer]
+        self.method.rank_blocks(q, at.meta, self.cache.seq_lens, scale, scores, predicted, chosen)
+        return chosen
 
     def attend_ahead(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Partials:
         """Partials of P, beside nothing; of a union, their merge."""

@@ -98,18 +98,18 @@ class PhaseTimes:
         def score(layer: int, q: Tensor) -> object:
             return phase.score(layer, cache.layers[layer], q, self.scale)
 
-        def choose(layer: int, q: Tensor) -> ck.Selection:
-            return phase.choose(layer, cache.layers[layer], q, self.scale)
+        def rank(layer: int, q: Tensor) -> ck.Selection:
+            return phase.rank(layer, cache.layers[layer], q, self.scale)
 
         def attend(layer: int, q: Tensor) -> object:
             return phase.attend_chosen(cache.layers[layer], q, phase.selection(layer), self.scale)
 
         return {
             "score_us": self._time(score),
-            "select_us": self._time(choose),
+            "select_us": self._time(rank),
             "attend_all_us": self._time(attend),
             "serial_us": self._time(
-                lambda layer, q: phase.attend_chosen(cache.layers[layer], q, choose(layer, q), self.scale)
+                lambda layer, q: phase.attend_chosen(cache.layers[layer], q, rank(layer, q), self.scale)
             ),
             "dense_us": self._time(lambda layer, q: phase.dense(cache.layers[layer], q, self.scale)),
         }

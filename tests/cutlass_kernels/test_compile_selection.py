@@ -7,10 +7,11 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 
 from cutlass_kernels.compile import build
-from cutlass_kernels.templates import replay_hits, speculate, topk
+from cutlass_kernels.templates import rank_infllm, replay_hits, topk
 from cutlass_kernels.templates.infllm_scores import InfllmScores
 from cutlass_kernels.templates.predict import Predict
 from cutlass_kernels.templates.quest_scores import QuestScores
+from cutlass_kernels.templates.rank_infllm import RankInfllm
 from cutlass_kernels.templates.replay_hits import ReplayHits
 from cutlass_kernels.templates.select import Select
 
@@ -35,17 +36,57 @@ def test_select(N, vector):
     assert build(Select, **topk.shape_of(N), vector=vector)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "group", "block", "paged", "N"),
-    (
-        ("bfloat16", 128, 16, 64, False, 544),
-        ("float16", 64, 5, 16, True, speculate.MOST),
-        ("bfloat16", 128, 4, 32, True, 1),
-    ),
+RANKED = (
+    ("bfloat16", 128, 16, 4, 1, 544),
+    ("bfloat16", 128, 16, 4, 1, 2176),
+    ("float16", 128, 8, 4, 1, 2048),
+    ("bfloat16", 128, 4, 8, 3, 61),
+    ("float16", 64, 7, 2, 0, 2500),
+    ("bfloat16", 64, 1, 1, 1, 9000),
 )
-def test_speculate(dtype, head_dim, group, block, paged, N):
-    shape = {"dtype": dtype, "head_dim": head_dim, "group": group, "block": block, "paged": paged}
-    assert build(speculate.Speculate, **shape, per_thread=topk.held(N, 128), vector=not paged)
+
+
+def ranked(head_dim, group, per_block, reach, N):
+    windows = max(1, N * per_block - reach), N - 1
+    return rank_infllm.shape_of(N, *windows, head_dim, group, per_block, reach, 2, 132)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "group", "per_block", "reach", "N"), RANKED)
+def test_rank_infllm(dtype, head_dim, group, per_block, reach, N, monkeypatch):
+    """In as much shared memory as was reckoned with."""
+    taken = []
+
+    class Counting(rank_infllm.SmemAllocator):
+        def allocate_tensor(self, element, layout, *rest, **named):
+            taken.append(rank_infllm.cute.cosize(layout) * element.width // 8)
+            return super().allocate_tensor(element, layout, *rest, **named)
+
+    monkeypatch.setattr(rank_infllm, "SmemAllocator", Counting)
+    shape = {**ranked(head_dim, group, per_block, reach, N), "vector": N % 4 == 0}
+    params = {"dtype": dtype, "head_dim": head_dim, "group": group, "per_block": per_block, "reach": reach, **shape}
+    assert build(RankInfllm, **params)
+    room = rank_infllm.bytes_of(RankInfllm(**params))
+    assert sum(taken) + 512 == room <= rank_infllm.SHARED
+
+
+@pytest.mark.parametrize("N", (1, 31, 544, 1001, 1100, 1500, 2048, 2176))
+@pytest.mark.parametrize("sizes", ((4, 1), (1, 0), (2, 3)))
+def test_a_cluster_of_a_ranking_holds_every_window_and_block_of_a_row(N, sizes):
+    per_block, reach = sizes
+    shape = ranked(128, 16, per_block, reach, N)
+    each = shape["owners"] * shape["per_thread"]
+    assert each * shape["cluster"] >= N and shape["owners"] <= rank_infllm.THREADS
+    assert shape["coarse"] * shape["cluster"] >= N - 1
+
+
+def test_rows_that_a_ranking_leaves_to_two_ops():
+    given = dict(head_dim=128, group=16, per_block=4, reach=1, rows=2, processors=132)
+    shape_of = rank_infllm.shape_of
+    assert shape_of(512, 2047, 511, **given)["cluster"] == 8 and shape_of(2048, 8191, 2047, **given)["cluster"] == 16
+    assert shape_of(8192, 32767, 8191, **given) is None  # too long
+    assert shape_of(512, 2047, 511, **given | {"rows": 17}) is None  # too many
+    assert shape_of(512, 2049, 511, **given) is None  # windows beyond the blocks
+    assert shape_of(1, 0, 0, **given) is None  # none
 
 
 @pytest.mark.parametrize(("N", "vector"), ((4096, True), (32768, False)))
@@ -70,12 +111,6 @@ def test_a_cluster_holds_every_block_of_a_row(N):
     assert shape["cluster"] * shape["threads"] * shape["per_thread"] >= N
     assert shape["per_thread"] % 4 == 0 and shape["per_thread"] <= 32  # vectors of four; bits of a mask
     assert shape["threads"] * shape["per_thread"] < 1 << 16  # a CTA's counts fit into half an integer
-
-
-@pytest.mark.parametrize("N", (1, 512, 513, speculate.MOST))
-def test_a_cta_holds_every_block_of_a_row(N):
-    each = topk.held(N, 128)
-    assert N <= 128 * each < N + 512 and each % 4 == 0 and each <= 32
 
 
 def test_rows_that_cannot_be_read_16_bytes_at_a_time():

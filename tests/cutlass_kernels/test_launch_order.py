@@ -13,7 +13,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
 BUILD = """
 from cutlass_kernels.compile import build
 from cutlass_kernels.templates import append, attend, infllm_scores, linear, merge, norm, norm_linear
-from cutlass_kernels.templates import predict, quest_scores, repair, select, silu_linear, speculate
+from cutlass_kernels.templates import predict, quest_scores, rank_infllm, repair, select, silu_linear
 from cutlass_kernels.templates.topk import shape_of
 half = dict(dtype="bfloat16", head_dim=64)
 block = dict(half, group=4, block=64, paged=False)
@@ -22,7 +22,8 @@ build(quest_scores.QuestScores, **half, group=4, early=True)
 build(infllm_scores.InfllmScores, **half, group=4, per_block=4, reach=1)
 build(select.Select, **shape_of(8192), vector=True)
 build(attend.Attend, **block)
-build(speculate.Speculate, **block, per_thread=16, vector=True)
+build(rank_infllm.RankInfllm, **half, group=4, per_block=4, reach=1, cluster=8, per_thread=4, owners=16, coarse=64,
+      vector=True)
 build(repair.Repair, **block, capacity=64)
 build(merge.Merge, **half, group=4, early=True)
 build(predict.Predict, **shape_of(2048), vector=True)
@@ -64,20 +65,29 @@ def test_every_kernel_waits_before_it_lets_the_next_one_start(kernels):
     for name, ptx in kernels.items():
         order = marks(ptx)
         assert START in order, name
-        if name != "Speculate":  # see below
-            assert all(order[i - 1] == WAIT for i, what in enumerate(order) if i and what == START), name
+        assert all(order[i - 1] == WAIT for i, what in enumerate(order) if i and what == START), name
         assert order[0] == WAIT, name
 
 
-@pytest.mark.parametrize("name", ["Attend", "Speculate"])
-def test_attention_that_waits_last_waits_behind_all_that_it_writes(kernels, name):
-    ptx = kernels[name]
+def test_attention_that_waits_last_waits_behind_all_that_it_writes(kernels):
+    ptx = kernels["Attend"]
     assert places(ptx, WAIT)[-1] > places(ptx, r"st\.global")[-1]
 
 
-def test_beside_a_selection_attention_starts_at_once_and_the_selection_waits(kernels):
-    """What is next starts when all CTAs let it: those that select have waited by then, and the others need not."""
-    assert marks(kernels["Speculate"]) == [WAIT, START, START, WAIT]
+@pytest.mark.parametrize("name", ["Select", "RankInfllm"])
+def test_a_selection_lets_attention_start_beside_all_that_it_does(kernels, name):
+    """What is next starts when all CTAs let it: they have waited by then, and read and write only behind that."""
+    ptx = kernels[name]
+    assert marks(ptx) == [WAIT, START]
+    assert all(at > places(ptx, START)[0] for at in places(ptx, r"(ld|st)\.global|cp\.async\.cg"))
+
+
+def test_a_ranking_asks_for_all_windows_before_it_knows_how_many_are_complete(kernels):
+    """64 blocks a CTA, 257 windows and 64 coarse ones of 128 bytes, 32 at a time, and the queries."""
+    ptx = kernels["RankInfllm"]
+    copies, loads = places(ptx, r"cp\.async\.cg"), places(ptx, r"ld\.global")
+    assert len(copies) == 1 + 2 + 9 and copies[-1] < loads[0]
+    assert all(at > copies[-1] for at in places(ptx, r"bar\.sync|barrier\.cluster\.wait|cp\.async\.wait_group"))
 
 
 def test_early_scores_ask_for_extrema_in_front_of_the_wait_and_for_the_newest_block_past_the_l1_behind_it(kernels):

@@ -64,9 +64,9 @@ class Args:
                 "scores": self.scores, "level": torch.zeros_like(self.scores), "trend": torch.zeros_like(self.scores),
                 "theta": torch.ones(2, 3), **lens, "block_size": 16, "sink": 0, "local": 1, "out": self.P.clone(),
             },
-            "speculate": {
-                **kv, "predicted": self.P, "scores": self.scores, **lens, "scale": 0.25, **page,
-                "chosen": ck.Selection.empty(2, 2, 2, "cpu"), "partials": tuple(x.clone() for x in self.partials),
+            "rank_infllm": {
+                "q": p.q, "k1": m["k1"], "k2": m["k2"], **lens, "scale": 0.25, "scores": self.scores.clone(),
+                "top_k": 2, "block_size": 16, "predicted": self.P,
             },
             "attend": {**kv, "ids": self.P, **lens, "scale": 0.25, **page},
             "merge": {"o": o, "lse": lse, "out": (torch.empty(2, 6, 16), torch.empty(2, 6))},
@@ -105,7 +105,7 @@ TENSORS = {
     "select": ("scores", "seq_lens", "predicted"),
     "predict": ("scores", "level", "trend", "theta", "seq_lens", "out"),
     "attend": ("q", "k", "v", "ids", "seq_lens", "page_table"),
-    "speculate": ("q", "k", "v", "predicted", "scores", "seq_lens", "page_table"),
+    "rank_infllm": ("q", "k1", "k2", "seq_lens", "scores", "predicted"),
     "merge": ("o", "lse"),
     "attend_missed": ("q", "k", "v", "seq_lens", "page_table"),
     "merge_repaired": ("o", "lse", "fresh_o", "fresh_lse"),
@@ -153,22 +153,16 @@ def test_wrong_shapes_devices_and_dtypes_are_refused_by_name(args: Args, op: str
         ("attend", {"q": torch.randn(2, 6, 8)}, "attend: q (2, 6, 8) has D = 8, k has D = 16"),
         ("append", {"k_new": torch.randn(2, 3, 16)}, "append: k_new (2, 3, 16) has H = 3, k has H = 2"),
         ("attend", {"out": (torch.empty(2, 2, 2, 3, 16), torch.empty(2, 2, 2, 4))}, "expected [B, H, N, 3]"),
+        ("attend", {"beside": True}, "attend: beside another op it needs out, allocated before that one was called"),
+        ("rank_infllm", {"q": torch.randn(2, 3, 16)}, "rank_infllm: 3 query heads are no multiple of 2 KV heads"),
         (
-            "speculate",
-            {"chosen": ck.Selection.empty(2, 3, 2, "cpu")},
-            "speculate: out.ids (2, 3, 2) has H = 3, k has H = 2",
+            "rank_infllm",
+            {"out": ck.Selection.empty(2, 3, 2, "cpu")},
+            "rank_infllm: out.ids (2, 3, 2) has H = 3, k1 has H = 2",
         ),
-        (
-            "speculate",
-            {"partials": (torch.empty(2, 2, 3, 3, 16), torch.empty(2, 2, 3, 3))},
-            "has P = 3, predicted has P = 2",
-        ),
-        (
-            "speculate",
-            {"predicted": (shared := ck.Selection.empty(2, 2, 2, "cpu")).ids, "chosen": shared},
-            "speculate: predicted is a buffer of chosen, which is written while P is read",
-        ),
-        ("speculate", {"sink": 2}, "speculate: 2 sink + 1 local blocks are forced, but K is 2"),
+        ("rank_infllm", {"sink": 2}, "rank_infllm: 2 sink + 1 local blocks are forced, but K is 2"),
+        ("rank_infllm", {"window": 40}, "rank_infllm: block 16 and window 40, expected multiples of stride 16"),
+        ("rank_infllm", {"stride": 0}, "rank_infllm: stride 0, expected at least 1"),
         ("repair", {"o": torch.zeros(2, 2, 2, 4, 16)}, "repair: o is (2, 2, 2, 4, 16), expected [B, H, P, 3, D]"),
         ("repair", {"lse": torch.zeros(2, 2, 5, 3)}, "repair: lse (2, 2, 5, 3) has P = 5, o has P = 2"),
         (
@@ -435,7 +429,6 @@ def test_opcheck(op: str) -> None:
     cache = a.token, a.token, p.k.nan_to_num(), p.v.nan_to_num()
     state = (torch.zeros_like(a.scores), torch.zeros_like(a.scores), torch.ones(2, 3))
     sizes = (16, 32, 16, 128, 64)
-    written = [x.clone() for x in (*a.selection, *a.partials)]
     given: dict[str, tuple] = {
         "append": (*cache, p.seq_lens, p.page_table, *a.rotary()),
         "append_quest": (*cache, m["kmin"], m["kmax"], p.seq_lens, p.page_table, *a.rotary()),
@@ -443,15 +436,17 @@ def test_opcheck(op: str) -> None:
         "quest_scores": (p.q, m["kmin"], m["kmax"], p.seq_lens, 16, False, torch.empty_like(a.scores)),
         "infllm_scores": (p.q, m["k1"], m["k2"], p.seq_lens, 0.25, *sizes, False, torch.empty_like(a.scores)),
         "select": (a.scores, p.seq_lens, 16, 0, 1, ids, *a.selection),
+        "rank_infllm": (
+            p.q, m["k1"], m["k2"], p.seq_lens, 0.25, *sizes, False, 0, 1, ids, a.scores.clone(), *a.selection
+        ),
         "predict": (a.scores, *state, p.seq_lens, 16, 0, 1, ids.clone()),
-        "attend": (*kv, ids, *tail, *(torch.empty_like(x) for x in a.partials)),
-        "speculate": (*kv, ids, a.scores, *tail[:2], 0, 1, p.page_table, *written),
+        "attend": (*kv, ids, *tail, *(torch.empty_like(x) for x in a.partials), True),
         "merge": (*a.partials, *outputs),
         "attend_missed": (*kv, *a.selection[:2], *tail, *(torch.empty_like(x) for x in a.partials)),
         "merge_repaired": (a.selection.position, *a.partials, *(x.clone() for x in a.partials), *outputs),
         "repair": (*kv, a.selection.ids, a.selection.position, *a.partials, *tail, *outputs),
         "repair_union": (*kv, a.selection.missed, *a.state, *tail, *outputs),
-    }
+    }  # fmt: skip
     torch.library.opcheck(ck.OPS[op], given[op])
 
 

@@ -214,17 +214,3 @@ def test_the_number_of_threads_changes_no_bit_of_a_repair() -> None:
         torch.set_num_threads(before)
     assert all(same_bits(a, b) for a, b in zip(*runs, strict=True))
     assert same_bits(runs[0][0], runs[0][2])
-
-
-@examples(40)
-@given(problems(), st.sampled_from(RELATIONS), seeds, st.integers(1, 6))
-def test_speculate_is_select_and_attend(p: Problem, relation: str, seed: int, K: int) -> None:
-    scores, A = choose(p, seed, K)
-    P = given_p(p, predicted(p, A, relation, seed), 1)
-    wanted = ck.select(scores, p.seq_lens, p.T, K, local=min(1, K), predicted=P)
-    partials = ck.attend(*p.args(), P, *p.tail())
-    chosen = ck.Selection(*(torch.full_like(x, -7) for x in wanted))
-    buffers = torch.full_like(partials[0], NAN), torch.full_like(partials[1], NAN)
-    ck.speculate(*p.args(), P, scores, p.seq_lens, p.tail()[1], chosen, buffers, 0, min(1, K), p.page_table)
-    for got, want in zip((*chosen, *buffers), (*wanted, *partials), strict=True):
-        assert torch.equal(got, want)

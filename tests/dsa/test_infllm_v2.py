@@ -3,6 +3,7 @@
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import cutlass_kernels as ck
 from prr_pipeline.dsa.infllm_v2 import InfLLMv2
 from prr_pipeline.errors import ConfigError
 
@@ -152,3 +154,31 @@ def test_wrong_settings_are_named(changed: dict, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         InfLLMv2(**changed).check()
     assert words in str(error.value)
+
+
+class Negated(InfLLMv2):
+    """Other scores."""
+
+    def score(self, q: Tensor, meta: Any, seq_lens: Tensor, scale: float, out: Tensor) -> None:
+        super().score(q, meta, seq_lens, scale, out)
+        out.neg_()
+
+
+@pytest.mark.parametrize("kind", [InfLLMv2, Negated])
+@pytest.mark.parametrize("normaliser", ["coarse", "exact"])
+def test_blocks_are_ranked_by_the_scores_of_the_class(kind: type[InfLLMv2], normaliser: str) -> None:
+    """A subclass with scores of its own is not passed over."""
+    m = kind(top_k=6, sink=1, local=2, normaliser=normaliser)
+    gen = torch.Generator().manual_seed(0)
+    k = torch.randn(2, 2, 20, 64, 16, generator=gen)
+    meta, q = m.metadata(k), torch.randn(2, 4, 16, generator=gen)
+    m.rebuild(k, meta, 1200)
+    lens = torch.tensor([1200, 700], dtype=torch.int32)
+    wanted, scores = torch.empty(2, 2, 20), torch.empty(2, 2, 20)
+    m.score(q, meta, lens, 0.25, wanted)
+    P = torch.arange(8, dtype=torch.int32).expand(2, 2, 8).contiguous()
+    out = ck.Selection.empty(2, 2, 6, "cpu")
+    m.rank_blocks(q, meta, lens, 0.25, scores, P, out)
+    assert torch.equal(scores, wanted) and bool((scores[:, :, 1:10] < 0).all()) == (kind is Negated)
+    chosen = ck.select(wanted, lens, 64, 6, 1, 2, P)
+    assert all(torch.equal(a, b) for a, b in zip(out, chosen, strict=True))

@@ -157,22 +157,22 @@ def test_the_scores_stand_right_in_front_of_attention_over_p(repair: str, monkey
     calls.clear()
     list(decoder.generate(Sampler(0, 1, 0, "x"), 2, set()))
     tail = ["repair"] if repair == "exact" else ["merge", "repair_union"]
-    layer = ["append_quest", "quest_scores", "speculate"]
+    layer = ["append_quest", "quest_scores", "select", "attend"]
     last_two = [*layer, *tail, *layer, "predict", *tail]  # the first of three layers is dense; P is that of all layers
     assert calls[-len(last_two) :] == last_two
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_partials_are_allocated_before_the_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention over P writes beside the scores: it must not get memory that their launches still read."""
+def test_partials_are_allocated_before_the_ranking(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention over P writes beside it: it must not get memory that its launches still read."""
     graphs, seen = engine(tiny("llama"), METHODS[name]), []
-    inner = AttentionPhase.score
+    inner = AttentionPhase.rank
 
-    def score(phase: AttentionPhase, *args: Any) -> torch.Tensor:
+    def rank(phase: AttentionPhase, *args: Any) -> ck.Selection:
         seen.append({key[0] for key in phase._partials})
         return inner(phase, *args)
 
-    monkeypatch.setattr(AttentionPhase, "score", score)
+    monkeypatch.setattr(AttentionPhase, "rank", rank)
     decoder = graphs.decoder(graphs.prefill(prompt(70), ROOM), mode("prr"), THETAS)
     list(decoder.generate(Sampler(0, 1, 0, "x"), 2, set()))
     assert seen and all("ahead" in allocated for allocated in seen)
