@@ -120,9 +120,9 @@ class SparseMethod(ABC):
         seq_lens: Tensor,
         scale: float,
         scores: Tensor,
-        predicted: Tensor | None,
-        out: ck.Selection,
-    ) -> None:
+        predicted: Tensor | None = None,
+        out: ck.Selection | None = None,
+    ) -> ck.Selection:
         """What a step asks: the scores of all blocks, and from them A, held against P. Here, score and select.
 
         A method whose kernel does both may have its own: A must be that of the scores which it writes, and its last
@@ -132,10 +132,10 @@ class SparseMethod(ABC):
             q, meta: as for score; of B sequences.
             scores: [B, H_kv, N] float32, written.
             predicted: P, [B, H_kv, P] int32; None: the empty set.
-            out: written.
+            out: buffers to write, allocated when None.
         """
         self.score(q, meta, seq_lens, scale, scores)
-        ck.select(scores, seq_lens, self.block_size, self.top_k, self.sink, self.local, predicted, out)
+        return ck.select(scores, seq_lens, self.block_size, self.top_k, self.sink, self.local, predicted, out)
 
 
 def probe(

@@ -107,14 +107,13 @@ class InfLLMv2(SparseMethod):
         seq_lens: Tensor,
         scale: float,
         scores: Tensor,
-        predicted: Tensor | None,
-        out: ck.Selection,
-    ) -> None:
+        predicted: Tensor | None = None,
+        out: ck.Selection | None = None,
+    ) -> ck.Selection:
         """See SparseMethod; one launch, but for long rows, and for a subclass with scores of its own."""
         if type(self).score is not InfLLMv2.score:
-            super().rank_blocks(q, meta, seq_lens, scale, scores, predicted, out)
-            return
-        ck.rank_infllm(
+            return super().rank_blocks(q, meta, seq_lens, scale, scores, predicted, out)
+        return ck.rank_infllm(
             q,
             meta["k1"],
             meta["k2"],

@@ -367,9 +367,7 @@ class Decoder:
             with self.clock("attend"):
                 partials = ck.attend(q, at.k, at.v, predicted, lens, scale)
         with self.clock("select"):
-            method.score(q, at.meta, lens, scale, self.scores)
-            rule = (method.block_size, method.top_k, method.sink, method.local)
-            chosen = ck.select(self.scores, lens, *rule, predicted=predicted)
+            chosen = method.rank_blocks(q, at.meta, lens, scale, self.scores, predicted)
         if not speculates:
             with self.clock("attend"):
                 partials = ck.attend(q, at.k, at.v, chosen.ids, lens, scale)

@@ -220,9 +220,8 @@ class AttentionPhase:
         self, layer: int, at: LayerCache, q: Tensor, scale: float, predicted: Tensor | None = None
     ) -> ck.Selection:
         """Score and select: A of a layer, against P or nothing."""
-        chosen, scores = self.selection(layer), self.scores[layer]
-        self.method.rank_blocks(q, at.meta, self.cache.seq_lens, scale, scores, predicted, chosen)
-        return chosen
+        scores, lens, out = self.scores[layer], self.cache.seq_lens, self.selection(layer)
+        return self.method.rank_blocks(q, at.meta, lens, scale, scores, predicted, out)
 
     def attend_ahead(self, plan: Plan, layer: int, at: LayerCache, q: Tensor, scale: float) -> Partials:
         """Partials of P, beside nothing; of a union, their merge."""

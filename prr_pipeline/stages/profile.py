@@ -132,14 +132,12 @@ class _LayerTimes:
         self.q = noise(1, shape.q_heads, shape.head_dim)
         self.scale = shape.head_dim**-0.5
         self.scores = torch.empty(1, shape.kv_heads, self.cache.num_blocks, device=engine.device)
-        self.rule = (self.method.block_size, self.method.top_k, self.method.sink, self.method.local)
 
     def _time(self, body: Callable[[], object]) -> float:
         return round(_microseconds(body, self.repeats), 3)
 
     def _choose(self, predicted: Tensor | None = None) -> ck.Selection:
-        self.method.score(self.q, self.at.meta, self.lens, self.scale, self.scores)
-        return ck.select(self.scores, self.lens, *self.rule, predicted=predicted)
+        return self.method.rank_blocks(self.q, self.at.meta, self.lens, self.scale, self.scores, predicted)
 
     def select(self) -> float:
         """Scores and top-K."""
