@@ -379,9 +379,9 @@ def rank_infllm(
 ) -> Selection:
     """infllm_scores, and select of these scores. On a GPU one launch, where a row's windows fit into its CTAs.
 
-    That are about 130,000 tokens of InfLLM-v2's windows at D = 128, in as many rows as the device has room for at once;
-    beyond, it is the launches of both. The selection is that of the scores written; those of the one launch and of
-    infllm_scores may differ in the last bits.
+    They fit up to about 128K tokens at D = 128 and InfLLM-v2's sizes, in as many rows as the device has room for at
+    once; beyond, it is the launches of both. The selection is that of the scores written, which may differ in the last
+    bits from those of infllm_scores.
 
     Args:
         q, k1, k2, seq_lens, scale, block_size, window, ..., exact: as for infllm_scores.

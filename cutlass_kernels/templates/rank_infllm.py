@@ -9,6 +9,7 @@ cross CTAs, from shared memory to shared memory.
 Rows whose shares do not fit, and more rows than the device has room for at once, are left to the two ops.
 """
 
+from functools import cache
 from types import SimpleNamespace
 
 import cutlass
@@ -206,7 +207,10 @@ class RankInfllm(RowSelect):
         return m
 
     def room(self, smem, rows):
-        """Whole tiles of rows as (8, pieces of 16 bytes, 128 bytes, row); see `at` for which piece is where."""
+        """Whole tiles of rows: (8, place of 16 bytes, 128 bytes, row).
+
+        Piece p of 128 bytes is at place p ^ row % 8: what ldmatrix reads at once, a piece of 8 rows, is in all banks.
+        """
         shape = (8, 8, self.D // 64, tiles_of(rows) * TILE)
         return smem.allocate_tensor(self.dtype, cute.make_layout(shape), 128)
 
@@ -215,8 +219,7 @@ class RankInfllm(RowSelect):
         """Start the copies of all that is read: queries and coarse windows, then fine ones, as a group each."""
         t, _, _ = cute.arch.thread_idx()
         of = cutlass.min(b, k1.shape[0] - 1)  # one sequence's, or one each
-        own = q[b, None, None]
-        self.fetch(own, h * self.G, self.G, q.shape[1], m.q)
+        self.fetch(q[b, None, None], h * self.G, self.G, q.shape[1], m.q)
         self.clear(m.q, t)
         if const_expr(self.coarse > 0):
             self.fetch(k2[of, h, None, None], rank * self.coarse, self.coarse, k2.shape[2], m.k2)
@@ -457,6 +460,7 @@ def bytes_of(kernel: RankInfllm) -> int:
     return own + kernel.bytes(True) + 512
 
 
+@cache
 def shape_of(
     N: int, W1: int, W2: int, head_dim: int, group: int, per_block: int, reach: int, rows: int, processors: int
 ) -> dict[str, int] | None:

@@ -28,9 +28,8 @@ class RowSelect:
     hides behind the loads.
 
     All of this is bound by instructions, most of which a warp executes whatever its blocks: a CTA that has a row for
-    itself has 8 warps, not 16. It also knows the least and the largest score at
-    once, and lets the first digit span just these: a search ends there as a rule, or with FEW blocks that share the
-    digit.
+    itself has 8 warps, not 16. It also knows the least and the largest score at once, and lets the first digit span just
+    these: a search ends there as a rule, or with FEW blocks that share the digit.
 
     A thread owns `per_thread` consecutive blocks, so that prefix sums of what the threads take are places in an
     ascending list. Ties at the rank go to the first of them, by the same prefix sums.
@@ -89,12 +88,9 @@ class RowSelect:
         if const_expr(compare):
             absent = cute.make_rmem_tensor((4,), Int32)
             absent.fill(ABSENT)
-            for i in range_constexpr(self.chunk // 4 // self.threads):
-                cute.autovec_copy(absent, m.place[None, t + i * self.threads])
-            if const_expr(self.chunk // 4 % self.threads):
-                whole = const_expr(self.chunk // 4 // self.threads * self.threads)
-                if t < self.chunk // 4 - whole:
-                    cute.autovec_copy(absent, m.place[None, t + whole])
+            for i in range_constexpr(-(-self.chunk // (4 * self.threads))):
+                if t + i * self.threads < self.chunk // 4:
+                    cute.autovec_copy(absent, m.place[None, t + i * self.threads])
         if const_expr(self.cluster == 1):
             few = m.few
             if t < FEW:
