@@ -28,8 +28,8 @@ class RowSelect:
     hides behind the loads.
 
     All of this is bound by instructions, most of which a warp executes whatever its blocks: a CTA that has a row for
-    itself has 8 warps, not 16. It also knows the least and the largest score at once, and lets the first digit span just
-    these: a search ends there as a rule, or with FEW blocks that share the digit.
+    itself has 8 warps, not 16. It also knows the least and the largest score at once, and lets the first digit span
+    just these: a search ends there as a rule, or with FEW blocks that share the digit.
 
     A thread owns `per_thread` consecutive blocks, so that prefix sums of what the threads take are places in an
     ascending list. Ties at the rank go to the first of them, by the same prefix sums.
