@@ -92,7 +92,7 @@ def cases() -> list[Case]:
     out += [Case("append", 2, 64, long), Case("append_quest", 2, 64, long), Case("append_infllm", 2, 64, long)]
     out += [Case("quest_scores", 2, 16, longest), Case("quest_scores", 8, 16, long), Case("quest_scores", 2, 16, long)]
     out += [Case("infllm_scores", h, 64, n) for h, n in ((2, longest), (2, long), (4, longest), (8, long))]
-    out += [Case("rank_infllm", h, 64, n, 4096) for n in (32 * KI, long) for h in (2, 4, 8)]
+    out += [Case("rank_infllm", h, 64, n, 4096) for n in (32 * KI, 64 * KI) for h in (2, 4, 8)]
     out += [Case("select", heads, 16, longest, 4096) for heads in (2, 8)]
     out += [Case("select", heads, 64, longest, 4096) for heads in (2, 8)]
     out += [Case("predict", heads, 16, longest, 4096) for heads in (2, 8)]
@@ -282,16 +282,20 @@ def _append(case: Case) -> Calls:
     }
     meta = [x.normal(case.kv_heads, n, case.head_dim) for n in sizes[case.op]]
 
+    q = x.normal(case.q_heads, case.head_dim)
+    angles = torch.rand(case.batch, case.head_dim // 2, device="cuda").mul(6).repeat(1, 2)
+    rotary = ck.Rotary(q, angles.cos().to(q), angles.sin().to(q), False, torch.empty_like(q))
+
     def call(i: int) -> None:
-        getattr(ck, case.op)(*new[i % x.sets], k, v, *meta, x.lens)
+        getattr(ck, case.op)(*new[i % x.sets], k, v, *meta, x.lens, rotary=rotary)
 
     def check() -> None:
         tensors = [*new[0], k, v, *meta]
-        wanted = [t.clone() for t in tensors]
+        wanted, turned = [t.clone() for t in tensors], torch.empty_like(q)
         call(0)
         windows = (32, 16, 128, 64) if case.op == "append_infllm" else ()
-        getattr(reference, case.op)(*wanted, x.lens, *windows, None)
-        for a, b in zip(tensors, wanted, strict=True):
+        getattr(reference, case.op)(*wanted, x.lens, *windows, None, *rotary[:4], turned)
+        for a, b in zip((*tensors, rotary.out), (*wanted, turned), strict=True):
             same(a, b, case.op)
 
     return call, check

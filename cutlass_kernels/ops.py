@@ -59,7 +59,7 @@ OPS = {
 class Rotary(NamedTuple):
     """RoPE (arXiv 2104.09864) as a part of append, which then takes keys and queries as the linear layer made them.
 
-    q: [B, Hq, D] of the cache's dtype. out: the same shape, gets q rotated.
+    q: [B, Hq, D] of the cache's dtype. out: the same shape, gets q rotated; not of q's memory.
     cos, sin: [B, R] of the same dtype, of R / 2 angles twice; the first R channels are rotated, the others kept.
     interleaved: channels 2 i and 2 i + 1 are a pair, as in GLM; else i and i + R / 2, as in Llama.
     """
@@ -71,7 +71,7 @@ class Rotary(NamedTuple):
     out: Tensor
 
 
-_ROTATED = (None, None, None, False, None)  # before it came here
+_NO_ROTARY = (None, None, None, False, None)
 
 
 def _check_append(
@@ -125,7 +125,7 @@ def append(
             table entry is no slot. Without it such a token is the caller's fault, and what happens is not defined.
     """
     _check_append(Dims("append"), k_new, v_new, k, v, seq_lens, page_table, rotary)
-    torch.ops.prr.append(k_new, v_new, k, v, seq_lens, page_table, *(rotary or _ROTATED))
+    torch.ops.prr.append(k_new, v_new, k, v, seq_lens, page_table, *(rotary or _NO_ROTARY))
 
 
 def append_quest(
@@ -150,7 +150,7 @@ def append_quest(
     d("kmin", kmin, "B H N D", k.dtype)
     d("kmax", kmax, "B H N D", k.dtype)
     check_newest(d.op, "kmin", kmin, seq_lens, 1, max(1, k.shape[3]))
-    torch.ops.prr.append_quest(k_new, v_new, k, v, kmin, kmax, seq_lens, page_table, *(rotary or _ROTATED))
+    torch.ops.prr.append_quest(k_new, v_new, k, v, kmin, kmax, seq_lens, page_table, *(rotary or _NO_ROTARY))
 
 
 def append_infllm(
@@ -183,7 +183,7 @@ def append_infllm(
     check_newest(d.op, "k1", k1, seq_lens, window, stride)
     check_newest(d.op, "k2", k2, seq_lens, coarse_window, coarse_stride)
     sizes = window, stride, coarse_window, coarse_stride
-    torch.ops.prr.append_infllm(k_new, v_new, k, v, k1, k2, seq_lens, *sizes, page_table, *(rotary or _ROTATED))
+    torch.ops.prr.append_infllm(k_new, v_new, k, v, k1, k2, seq_lens, *sizes, page_table, *(rotary or _NO_ROTARY))
 
 
 # ---------------------------------------------------------------------------------------------------- scores

@@ -2,7 +2,8 @@
 """append, append_quest, append_infllm: the newest token into the cache, with the method's metadata, in one launch.
 
 Where RoPE is left to it, whoever reads the new key rotates the piece that it reads; other threads rotate the queries of
-the KV head's group. Products of two halves are exact in float32, so the sum of two has the bits of `reference.rotate`.
+the KV head's group. Products of two halves are exact in float32 (bfloat16's, if above 2^-126), so that the sum of two
+has the bits of `reference.rotate`, whether it is an fma or not.
 
 A CTA serves one KV head. Quest: the block's extrema are compared with the new key, 16 bytes a thread. InfLLM-v2: two
 more CTAs a head compute a window mean each, where this token completes one: threads sum every 8th key by halves in

@@ -8,7 +8,6 @@ repair, the cache) works on scores and block ids alone.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from inspect import signature
 
 import torch
 from torch import Tensor
@@ -82,18 +81,18 @@ class SparseMethod(ABC):
 
     @abstractmethod
     def append(self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, meta: Metadata, seq_lens: Tensor) -> None:
-        """Write the newest token [B, H_kv, D] (position seq_lens - 1) and update the metadata, in place.
+        """Write the newest token [B, H_kv, D], its key after RoPE, and update the metadata, in place.
 
-        The key comes after RoPE. An append that takes `rotary`, too, makes RoPE of the key and of the queries itself.
+        The token is at position seq_lens - 1.
         """
 
     def append_rotary(
         self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, meta: Metadata, seq_lens: Tensor, rotary: ck.Rotary
     ) -> None:
-        """RoPE of the newest key and of the step's queries, and append: in one op, where append takes a `rotary`."""
-        if "rotary" in signature(self.append).parameters:
-            self.append(k_new, v_new, k, v, meta, seq_lens, rotary=rotary)  # type: ignore[call-arg]
-            return
+        """RoPE of the newest key and of the step's queries, and append. Here, one behind the other.
+
+        A method whose op does both may have its own, of the same bits.
+        """
         turn = rotary.cos, rotary.sin, rotary.interleaved
         rotary.out.copy_(rotate(rotary.q, *turn))
         self.append(rotate(k_new, *turn), v_new, k, v, meta, seq_lens)

@@ -62,7 +62,20 @@ class InfLLMv2(SparseMethod):
         tokens = k.shape[2] * k.shape[3]
         return {key: poison(k, max(0, (tokens - size) // step + 1)) for key, size, step in self._windows()}
 
-    def append(
+    def append(self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, meta: Metadata, seq_lens: Tensor) -> None:
+        """See SparseMethod."""
+        self._append(k_new, v_new, k, v, meta, seq_lens, None)
+
+    def append_rotary(
+        self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, meta: Metadata, seq_lens: Tensor, rotary: ck.Rotary
+    ) -> None:
+        """See SparseMethod; one launch, but for a subclass with an append of its own."""
+        if type(self).append is not InfLLMv2.append:
+            super().append_rotary(k_new, v_new, k, v, meta, seq_lens, rotary)
+            return
+        self._append(k_new, v_new, k, v, meta, seq_lens, rotary)
+
+    def _append(
         self,
         k_new: Tensor,
         v_new: Tensor,
@@ -70,23 +83,10 @@ class InfLLMv2(SparseMethod):
         v: Tensor,
         meta: Metadata,
         seq_lens: Tensor,
-        rotary: ck.Rotary | None = None,
+        rotary: ck.Rotary | None,
     ) -> None:
-        """See SparseMethod."""
-        ck.append_infllm(
-            k_new,
-            v_new,
-            k,
-            v,
-            meta["k1"],
-            meta["k2"],
-            seq_lens,
-            self.window,
-            self.stride,
-            self.coarse_window,
-            self.coarse_stride,
-            rotary=rotary,
-        )
+        windows = self.window, self.stride, self.coarse_window, self.coarse_stride
+        ck.append_infllm(k_new, v_new, k, v, meta["k1"], meta["k2"], seq_lens, *windows, rotary=rotary)
 
     def rebuild(self, k: Tensor, meta: Metadata, tokens: int) -> None:
         """See SparseMethod."""

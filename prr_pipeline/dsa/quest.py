@@ -27,17 +27,17 @@ class Quest(SparseMethod):
         """kmin, kmax: [B, H_kv, N, D]."""
         return {"kmin": poison(k, k.shape[2]), "kmax": poison(k, k.shape[2])}
 
-    def append(
-        self,
-        k_new: Tensor,
-        v_new: Tensor,
-        k: Tensor,
-        v: Tensor,
-        meta: Metadata,
-        seq_lens: Tensor,
-        rotary: ck.Rotary | None = None,
-    ) -> None:
+    def append(self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, meta: Metadata, seq_lens: Tensor) -> None:
         """See SparseMethod."""
+        ck.append_quest(k_new, v_new, k, v, meta["kmin"], meta["kmax"], seq_lens)
+
+    def append_rotary(
+        self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, meta: Metadata, seq_lens: Tensor, rotary: ck.Rotary
+    ) -> None:
+        """See SparseMethod; one launch, but for a subclass with an append of its own."""
+        if type(self).append is not Quest.append:
+            super().append_rotary(k_new, v_new, k, v, meta, seq_lens, rotary)
+            return
         ck.append_quest(k_new, v_new, k, v, meta["kmin"], meta["kmax"], seq_lens, rotary=rotary)
 
     def rebuild(self, k: Tensor, meta: Metadata, tokens: int) -> None:

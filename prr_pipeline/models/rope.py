@@ -6,6 +6,8 @@ queries and keys that RoPE of its own linear layers' rows gives, of one kind of 
 through its own forward, as they always did.
 """
 
+import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +21,9 @@ from prr_pipeline.models.attention import NAME, Rope, attached, attend, attentio
 from prr_pipeline.models.linear import RowLinear, one_row
 from prr_pipeline.models.takeover import taken_over
 
-_POSITION = 1234  # far from 0, where every rotation is none
+log = logging.getLogger(__name__)
+
+_POSITION = 100_003  # far from 0, where every rotation is none, and beyond where some begin to scale
 _CHANNELS = 16  # of which the kernels rotate multiples
 
 
@@ -60,12 +64,14 @@ def fast_rope(model: nn.Module) -> Callable[[], None]:
         a function that undoes it.
     """
     found = []
-    embedding = next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
-    for module in _layers(model) if embedding is not None else ():
-        interleaved = _pairs(model, module, embedding)
+    layers = _layers(model)
+    turn = _angles(model) if layers else None
+    for module in layers if turn is not None else ():
+        interleaved = _pairs(model, module, turn)
         if interleaved is not None:
             module.__dict__["interleaved"] = interleaved
             found.append(module)
+    log.debug("RoPE is a part of append in %d attention layers", len(found))
     back = taken_over(found, RowAttention)
 
     def undo() -> None:
@@ -90,10 +96,33 @@ def _is_plain(module: Any) -> bool:
     return all(type(p) is RowLinear and takeover.served(p.weight) for p in projections)
 
 
-def _pairs(model: nn.Module, module: Any, embedding: Any) -> bool | None:
-    """Whether its RoPE is of interleaved pairs, from what it hands on of a row of noise; None: it is none of ours."""
-    generator = torch.Generator().manual_seed(0)
-    row = torch.randn(1, 1, module.q_proj.in_features, generator=generator).to(module.q_proj.weight)
+def _angles(model: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """cos, sin [1, 1, R] of the model at _POSITION; None where they are not such as the kernels take."""
+    embedding = next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
+    weight = next(model.parameters())
+    try:  # of a copy: some keep the longest position that they saw
+        cos, sin = copy.deepcopy(embedding)(
+            weight.new_empty(1, 1, 1), torch.full((1, 1), _POSITION, device=weight.device)
+        )  # type: ignore[misc]
+    except Exception:  # there is none, or it is called in another way
+        return None
+    fits = all(x.dtype == weight.dtype and x.shape == (1, 1, cos.shape[-1]) for x in (cos, sin))
+    twice = fits and cos.shape[-1] % _CHANNELS == 0 and all(torch.equal(*x.chunk(2, -1)) for x in (cos, sin))
+    return (cos, sin) if twice else None
+
+
+def _pairs(model: nn.Module, module: Any, turn: Any) -> bool | None:
+    """Whether its RoPE is of interleaved pairs, from what it hands on of rows of noise; None: it is none of ours."""
+    kinds = {False, True}
+    for scale in (1, 16, 256):  # some clamp what is large
+        kinds &= _kinds(model, module, turn, scale)
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _kinds(model: nn.Module, module: Any, turn: Any, scale: int) -> set[bool]:
+    """Of which pairs RoPE may be that a row of noise of this scale gets, if all else is as it should be."""
+    generator = torch.Generator().manual_seed(scale)
+    row = torch.randn(1, 1, module.q_proj.in_features, generator=generator).mul(scale).to(module.q_proj.weight)
     answer = torch.randn(1, 1, module.o_proj.in_features, generator=generator).to(row)
     seen: list[tuple[Any, ...]] = []
 
@@ -101,25 +130,26 @@ def _pairs(model: nn.Module, module: Any, embedding: Any) -> bool | None:
         seen.append((q, k, v, scale))
         return answer.view(1, 1, q.shape[1], -1).clone()
 
+    position = torch.full((1, 1), _POSITION, device=row.device)
     try:
-        turn = embedding(row, torch.tensor([[_POSITION]], device=row.device))
         with attached(model, watch):
-            result = module(row, position_embeddings=turn, attention_mask=None)[0]
-        plain = _heads(module, row)
-        ((q, k, v, scale),) = seen
-        if not (torch.equal(v, plain[2]) and torch.equal(result, module.o_proj(answer)) and scale == module.scaling):
-            return None
-        return next((kind for kind in (False, True) if _turned((q, k), plain, turn, kind)), None)
+            result = module(row, position_embeddings=turn, attention_mask=None, position_ids=position)[0]
+        ((q, k, v, softmax_scale),) = seen
     except Exception:  # it is called in another way
-        return None
+        return set()
+    plain = _heads(module, row)
+    same = torch.equal(v, plain[2]) and torch.equal(result, module.o_proj(answer)) and softmax_scale == module.scaling
+    return {kind for kind in (False, True) if same and all(map(_turned, (q, k), plain, (turn,) * 2, (kind,) * 2))}
 
 
-def _turned(found: tuple[Tensor, Tensor], plain: tuple[Tensor, ...], turn: Any, interleaved: bool) -> bool:
-    """Whether RoPE of `plain` is what was found, but for roundings between its operations."""
+def _turned(found: Tensor, plain: Tensor, turn: Any, interleaved: bool) -> bool:
+    """Whether RoPE of `plain` is what was found, but for roundings of its two products, channel by channel."""
     cos, sin = (x[:, 0] for x in turn)
-    twice = all(torch.equal(*x.chunk(2, 1)) and x.dtype == plain[0].dtype for x in (cos, sin))
-    if cos.shape[1] % _CHANNELS or not twice:
+    row = plain[:, :, 0]
+    if found.shape != plain.shape or found.dtype != plain.dtype:
         return False
-    wanted = [reference.rotate(x[:, :, 0], cos, sin, interleaved)[:, :, None] for x in plain[:2]]
-    near = 2 * torch.finfo(cos.dtype).eps
-    return all(torch.allclose(a, b, near, near * float(b.abs().max())) for a, b in zip(found, wanted, strict=True))
+    wanted = reference.rotate(row, cos, sin, interleaved).float()
+    most = reference.rotate(row.float().abs(), cos.float().abs(), -sin.float().abs(), interleaved).abs()
+    other = reference.rotate(row.float().abs(), cos.float().abs(), sin.float().abs(), interleaved).abs()
+    near = 2 * torch.finfo(plain.dtype).eps * torch.maximum(most, other)
+    return bool(((found[:, :, 0].float() - wanted).abs() <= near).all())

@@ -84,7 +84,7 @@ class GraphRunner:
         self.fed: list[Tensor] = []
         self.plan = Plan(sparse=False)
         self.temperature, self.top_p = 0.0, 1.0
-        self._turn: tuple[Tensor, Tensor] | None = None
+        self._still_rope: Rope | None = None
         self._ahead_log: dict[int, Tensor] = {}
         self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -139,9 +139,11 @@ class GraphRunner:
 
     def _still(self, rope: Rope | None) -> Rope | None:
         """A rotation by nothing, of as much work: synthetic queries and keys are what they are behind RoPE."""
-        if rope is not None and self._turn is None:
-            self._turn = torch.ones_like(rope.cos), torch.zeros_like(rope.sin)
-        return None if rope is None or self._turn is None else Rope(*self._turn, rope.interleaved)
+        if rope is None:
+            return None
+        if self._still_rope is None:
+            self._still_rope = Rope(torch.ones_like(rope.cos), torch.zeros_like(rope.sin), rope.interleaved)
+        return self._still_rope
 
     # ------------------------------------------------------------------------------------------ bursts
     def prepare(self, start: Prefilled, sampler: Sampler, limit: int, plans: list[Plan]) -> None:

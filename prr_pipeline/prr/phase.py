@@ -102,7 +102,7 @@ class AttentionPhase:
         self.predicted: dict[int, Tensor] = {}
         self._ints = ints
         self._partials: dict[tuple[object, ...], Partials] = {}
-        self._rotated: Tensor | None = None
+        self.queries = k.new_empty(B, q_heads, k.shape[4])  # after RoPE, where append makes it: of one layer at a time
         self.halves = K > _ONE_LAUNCH
         self.dense = _Dense(cache, self.group, self._buffers)
         self.learn: Stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -125,12 +125,6 @@ class AttentionPhase:
             o = torch.empty(*shape, D, dtype=torch.float32, device=self.device)
             self._partials[key] = o, torch.empty(shape, dtype=torch.float32, device=self.device)
         return self._partials[key]
-
-    def _queries(self, q: Tensor) -> Tensor:
-        """Where queries go that RoPE is a part of append for: the same memory in all layers, one behind another."""
-        if self._rotated is None or self._rotated.shape != q.shape:
-            self._rotated = torch.empty_like(q, memory_format=torch.contiguous_format)
-        return self._rotated
 
     # ------------------------------------------------------------------------------------------ predictor
     def warm(self, windows: dict[int, Window], thetas: dict[int, tuple[float, float, float]], width: int) -> None:
@@ -177,8 +171,8 @@ class AttentionPhase:
         """
         rotary = None
         if rope is not None:
-            rotary = ck.Rotary(q, *rope, self._queries(q))
-            q = rotary.out
+            rotary = ck.Rotary(q, rope.cos, rope.sin, rope.interleaved, self.queries)
+            q = self.queries
         at = self.cache.append(layer, k, v, rotary)
         if not plan.sparse or layer < self.method.dense_layers:
             return self.dense(at, q, scale)

@@ -165,10 +165,10 @@ def test_scores_are_of_blocks_with_tokens_and_of_nothing_behind_them(method: Spa
 
 
 class Plain(Quest):
-    """Appends as methods did before RoPE could be a part of it."""
+    """Keeps other extrema than its class, by an append that knows nothing of RoPE."""
 
     def append(self, k_new, v_new, k, v, meta, seq_lens):  # type: ignore[no-untyped-def, override]
-        super().append(k_new, v_new, k, v, meta, seq_lens)
+        super().append(-k_new, v_new, k, v, meta, seq_lens)
 
 
 @pytest.mark.parametrize("method", [*METHODS, Plain(**SMALL)], ids=[*NAMES, "without"])

@@ -139,6 +139,30 @@ class Doubled(modeling_llama.LlamaAttention):
         return out * 2, weights
 
 
+class Clamped(modeling_llama.LlamaAttention):
+    """Clamps what is large."""
+
+    def forward(self, *args, **named):
+        kept = self.q_proj.forward
+        self.q_proj.forward = lambda x: kept(x).clamp(-100, 100)
+        try:
+            return super().forward(*args, **named)
+        finally:
+            del self.q_proj.forward
+
+
+class Valued(modeling_llama.LlamaAttention):
+    """Attends to other values than its layer gives."""
+
+    def forward(self, *args, **named):
+        kept = self.v_proj.forward
+        self.v_proj.forward = lambda x: kept(x) * 2
+        try:
+            return super().forward(*args, **named)
+        finally:
+            del self.v_proj.forward
+
+
 class Needy(modeling_llama.LlamaAttention):
     """Is called in another way."""
 
@@ -147,13 +171,60 @@ class Needy(modeling_llama.LlamaAttention):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("other", [Scaled, Backwards, Doubled, Needy])
-def test_layers_that_do_something_else_are_left_alone(other):
-    m = model("llama")
+@pytest.mark.parametrize("outlier", [None, 600])
+@pytest.mark.parametrize("other", [Scaled, Backwards, Doubled, Clamped, Valued, Needy])
+def test_layers_that_do_something_else_are_left_alone(other, outlier):
+    """Also where a large channel, of the slowest angle, would hide it from a look at the largest difference."""
+    m = model("llama", attention_bias=outlier is not None, rope_parameters={"rope_type": "default", "rope_theta": 1e8})
+    for projection in (layers(m)[0].q_proj, layers(m)[0].k_proj) if outlier else ():
+        projection.bias[15] = outlier
     fast_linears(m)
     layers(m)[0].__class__ = other
     fast_rope(m)
     assert [isinstance(x, RowAttention) for x in layers(m)] == [False] + [True] * (LAYERS - 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["glm", "llama"])
+@pytest.mark.parametrize("channel", [1, 17, 31])
+def test_a_large_channel_hides_no_pairs(kind, channel):
+    m = model(kind, attention_bias=True)
+    for layer in layers(m):
+        layer.q_proj.bias[channel] = layer.k_proj.bias[channel] = 1000.0
+    fast_linears(m)
+    fast_rope(m)
+    assert [x.interleaved for x in layers(m)] == [INTERLEAVED[kind]] * LAYERS
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("angles", ["float", "others", "single"])
+def test_angles_that_are_not_as_the_kernels_take_them(angles, monkeypatch):
+    m = model("llama")
+    fast_linears(m)
+    own = type(m.model.rotary_emb).forward
+    change = {
+        "float": lambda x: x.float(),
+        "others": lambda x: x[..., :16].repeat_interleave(2, -1),
+        "single": lambda x: x[..., :16],
+    }[angles]
+    if angles == "single":  # of 16 channels, whose second half are other angles
+        assert not torch.equal(*change(own(m.model.rotary_emb, torch.ones(1, 1, 1), ONE)[0]).chunk(2, -1))
+    forward = lambda self, *given: tuple(change(x) for x in own(self, *given))
+    monkeypatch.setattr(type(m.model.rotary_emb), "forward", forward)
+    fast_rope(m)
+    assert not any(isinstance(x, RowAttention) for x in layers(m))
+
+
+@torch.no_grad()
+def test_the_angles_of_a_model_are_what_they_were():
+    """Some keep the longest position that they saw, and turn by other angles then."""
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    m = model("llama", rope_parameters=dynamic, max_position_embeddings=64)
+    fast_linears(m)
+    before = {name: x.clone() for name, x in m.named_buffers()}, m.model.rotary_emb.max_seq_len_cached
+    fast_rope(m)
+    assert all(torch.equal(x, before[0][name]) for name, x in m.named_buffers())
+    assert m.model.rotary_emb.max_seq_len_cached == before[1]
 
 
 @torch.no_grad()

@@ -18,17 +18,18 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 import cutlass_kernels as ck
+from cutlass_kernels.reference import rotate
 from prr_pipeline.dsa.base import SparseMethod
 from prr_pipeline.dsa.infllm_v2 import InfLLMv2
 from prr_pipeline.dsa.quest import Quest
 from prr_pipeline.errors import ConfigError
-from prr_pipeline.models.attention import attention_modules
+from prr_pipeline.models.attention import Rope, attention_modules
 from prr_pipeline.models.rope import RowAttention
 from prr_pipeline.prr import synthetic
 from prr_pipeline.prr.budget import BudgetPolicy, Fixed, Off
 from prr_pipeline.prr.engine import Mode, Step, digest
 from prr_pipeline.prr.graphs import GraphEngine, GraphOptions, step_function
-from prr_pipeline.prr.phase import AttentionPhase
+from prr_pipeline.prr.phase import AttentionPhase, Plan
 from prr_pipeline.prr.sampling import Sampler
 
 MODES = ("serial", "dense", "reuse", "reuse_repair", "prr")
@@ -267,39 +268,63 @@ def halves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prr_pipeline.models.takeover.served", lambda weight: weight.dtype == torch.bfloat16)
 
 
-def without_rope(monkeypatch: pytest.MonkeyPatch, model: Any, method: SparseMethod) -> GraphEngine:
-    with monkeypatch.context() as patch:
-        patch.setattr("prr_pipeline.prr.graphs.fast_rope", lambda model: None)
-        return engine(model, method)
+def rotating(kind: str, method: SparseMethod, taken: bool = True) -> GraphEngine:
+    """An engine of a model of its own, whose RoPE is a part of append, or not."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not taken:
+            patch.setattr("prr_pipeline.prr.graphs.fast_rope", lambda model: None)
+        graphs = engine(tiny.__wrapped__(kind, dtype=torch.bfloat16), method)  # not the one that others see
+    assert all(isinstance(m, RowAttention) is taken for m in attention_modules(graphs.model))
+    return graphs
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("name", METHODS)
-def test_rope_as_a_part_of_append(halves: None, monkeypatch: pytest.MonkeyPatch, kind: str, name: str) -> None:
-    """All modes still yield the bits of serial; the first step's keys are those of RoPE in the model, but roundings."""
-    graphs = engine(tiny(kind, dtype=torch.bfloat16), METHODS[name])
-    assert all(isinstance(m, RowAttention) for m in attention_modules(graphs.model))
+def test_rope_as_a_part_of_append(halves: None, kind: str, name: str) -> None:
+    """All modes still yield the bits of serial; keys and logits are those of RoPE in the model, but for roundings."""
+    graphs = rotating(kind, METHODS[name])
     runs = {one: run(graphs, one) for one in ("serial", *EXACT)}
     assert len({tuple((s.token, s.digest) for s in steps) for steps in runs.values()}) == 1
-    rows = []
-    for one in (graphs, without_rope(monkeypatch, tiny(kind, dtype=torch.bfloat16), METHODS[name])):
-        start = one.prefill(prompt(70), ROOM)
-        list(one.decoder(start, mode("serial"), {}).generate(Sampler(0, 1, 0, "x"), 2, set()))
-        rows.append([at.k.flatten(2, 3)[:, :, 70] for at in start.cache.layers])
-    for ours, theirs in zip(*rows, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.1)
-
-
-def test_synthetic_keys_are_not_rotated(halves: None, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for graphs in (
-        engine(tiny("llama", dtype=torch.bfloat16), QUEST),
-        without_rope(monkeypatch, tiny("llama", dtype=torch.bfloat16), QUEST),
-    ):
+    for one in (graphs, rotating(kind, METHODS[name], taken=False)):
+        start = one.prefill(prompt(70), ROOM)
+        runner = one.decoder(start, mode("serial"), {}).runner  # type: ignore[attr-defined]
+        logits: list[Tensor] = []
+        step = runner.model
+        runner.model = lambda *given, step=step, logits=logits: logits.append(step(*given)) or logits[-1]
+        list(one.decoder(start, mode("serial"), {}).generate(Sampler(0, 1, 0, "x"), 2, set()))
+        found.append((*logits, *(at.k.flatten(2, 3)[:, :, 70] for at in start.cache.layers)))
+    assert len(found[0]) == 1 + LAYERS
+    for ours, theirs in zip(*found, strict=True):
+        assert float((ours - theirs).abs().max()) < 0.05 * float(theirs.abs().max())
+
+
+def test_synthetic_keys_are_not_rotated(halves: None) -> None:
+    found = []
+    for graphs in (rotating("llama", QUEST), rotating("llama", QUEST, taken=False)):
         start = synthetic.prefill(graphs, 100, ROOM, synthetic.Motion(0.3, 0.2), 0.5, 0, "s-0")
         decoder = graphs.decoder(start, mode("prr"), THETAS)
         found.append(told(list(decoder.generate(Sampler(0, 1, 0, "x"), ROOM, set()))))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("plan", [Plan(False), Plan(True), Plan(True, 9)])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_phase_with_rope_is_the_phase_behind_rope(name: str, plan: Plan) -> None:
+    graphs = engine(tiny("llama"), METHODS[name])
+    angles = torch.randn(1, 8).repeat(1, 2)
+    rope, new = Rope(angles.cos(), angles.sin(), False), torch.randn(2, 1, 2, 16)
+    q, found = torch.randn(1, 4, 16), []
+    for inside in (True, False):
+        start = graphs.prefill(prompt(70), ROOM)
+        phase = AttentionPhase(start.cache, 4)
+        phase.ahead(9)[:] = torch.arange(9, dtype=torch.int32)
+        start.cache.set_length(71)
+        given = (q, new[0]) if inside else (rotate(q, *rope), rotate(new[0], *rope))
+        out = [phase.run(plan, layer, *given, new[1], 0.25, rope if inside else None) for layer in range(LAYERS)]
+        found.append([*out, *(x.clone() for at in start.cache.layers for x in (at.k, at.v, *at.meta.values()))])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("blocks", [8, 513, 520, 1024])
