@@ -40,7 +40,10 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--keep", action="store_true", help="leave the rows of --out that this run does not measure in it")
     p.add_argument("--commit", help="recorded in the file (default: what git says)")
     p.add_argument("--list", action="store_true", help="list the shapes and stop; needs no GPU")
-    return p.parse_args(args)
+    found = p.parse_args(args)
+    if found.keep and not found.out:
+        p.error("--keep leaves rows in a file: name it with --out")
+    return found
 
 
 def graph_time(call: Callable[[int], object], sets: int, replays: int = 25) -> float:
@@ -159,6 +162,20 @@ def joined(head: dict, before: dict) -> dict:
     return {**head, "command": f"{before['command']}; {head['command']}", "rows": found + rows}
 
 
+def kept(path: Path, gpu: str) -> dict:
+    """The envelope whose rows are kept.
+
+    Raises:
+        ValueError: the file is not there, or another one, or of another GPU.
+    """
+    from cutlass_kernels import report
+
+    before = report.published(path, {"op"})
+    if before["gpu"] != gpu:
+        raise ValueError(f"what is there was measured on {before['gpu']}, this on {gpu}")
+    return before
+
+
 def write(path: Path, head: dict) -> None:
     """An envelope, atomically, so that an interrupted run leaves the last complete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     args = parse(argv)
-    from cutlass_kernels import bench_cases, report
+    from cutlass_kernels import bench_cases
 
     chosen = [c for c in bench_cases.cases() if c.op in args.ops and (not args.block or c.block in args.block)]
     if args.list:
@@ -185,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         log.error("no CUDA device: the benchmark times GPU kernels; --list shows what it would time")
         return 2
     try:
-        before = report.published(args.out, {"op"}) if args.keep and args.out and args.out.exists() else None
+        before = kept(args.out, torch.cuda.get_device_name()) if args.keep else None
     except ValueError as error:
         log.error("--keep: %s", error)
         return 2

@@ -110,11 +110,21 @@ def test_a_run_can_leave_the_rows_of_others_in_the_file():
 def test_a_file_whose_rows_cannot_be_kept_is_named_before_any_is_measured(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("a case was measured"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "this one")
     out = tmp_path / "k.json"
+    call = lambda: bench.main(["--ops", "merge", "--keep", "--out", str(out)])
+    assert call() == 2 and f"--keep: {out}: No such file" in caplog.text and not out.exists()
     for text in ("{", "[]"):
         out.write_text(text)
-        assert bench.main(["--ops", "merge", "--keep", "--out", str(out)]) == 2
-        assert f"--keep: {out}: " in caplog.text and out.read_text() == text
+        assert call() == 2 and f"--keep: {out}: " in caplog.text and out.read_text() == text
+    out.write_text(json.dumps({"gpu": "another", "commit": "c", "date": "d", "rows": []}))
+    assert call() == 2 and "--keep: what is there was measured on another, this on this one" in caplog.text
+
+
+def test_rows_are_kept_in_a_file(capsys):
+    with pytest.raises(SystemExit):
+        bench.parse(["--keep"])
+    assert "--keep leaves rows in a file: name it with --out" in capsys.readouterr().err
 
 
 def test_comparisons_fail_when_they_should():
