@@ -4,6 +4,8 @@
 Messages begin with the op's name and give both sides of what does not agree.
 """
 
+from itertools import combinations
+
 import torch
 from torch import Tensor
 
@@ -98,6 +100,22 @@ def check_newest(
     if _debug:
         entry = torch.where(seq_lens >= size, (seq_lens - size) // stride, -1)
         check_slots(op, name, x, entry[:, None, None].expand(-1, x.shape[1], 1), table)
+
+
+def check_apart(op: str, **tensors: Tensor) -> None:
+    """Refuse tensors that share memory, of which one is written while another is read; not where they are traced."""
+    if torch.compiler.is_compiling():
+        return
+    spans = {name: _span(x) for name, x in tensors.items() if type(x) is Tensor and x.numel() and not x.is_meta}
+    for (one, (first, end)), (other, (start, last)) in combinations(spans.items(), 2):
+        if first < last and start < end:
+            raise ValueError(f"{op}: {one} and {other} share memory, and one is written while the other is read")
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """The addresses from the first byte of a tensor to behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def check_positive(op: str, **sizes: int) -> None:

@@ -19,6 +19,7 @@ from cutlass_kernels import reference
 from cutlass_kernels.checks import (
     FLOATS,
     Dims,
+    check_apart,
     check_ids,
     check_newest,
     check_positive,
@@ -100,6 +101,7 @@ def _check_append(
         R, D = rotary.cos.shape[1], k.shape[4]
         if R % 2 or not 0 < R <= D:
             raise ValueError(f"{d.op}: cos and sin are of {R} channels, expected an even number up to D = {D}")
+        check_apart(d.op, q=rotary.q, out=rotary.out)
 
 
 def append(
@@ -315,6 +317,7 @@ def _check_select(d: Dims, scores: Tensor, seq_lens: Tensor, predicted: Tensor, 
     d("out.position", out.position, f"B H {top_k}", torch.int32)
     d("out.missed", out.missed, f"B H {top_k}", torch.int32)
     d("out.counts", out.counts, "B H 2", torch.int32)
+    check_apart(d.op, predicted=predicted, **{f"out.{name}": x for name, x in out._asdict().items()})
 
 
 def _or_nothing(predicted: Tensor | None, scores: Tensor) -> Tensor:
@@ -344,10 +347,10 @@ def select(
         seq_lens: [B] int32, tokens.
         top_k: K, forced blocks included.
         predicted: P, [B, H_kv, P] int32, -1 padded, without duplicates; None: the empty set.
-        out: buffers to write, allocated when None.
+        out: buffers to write, allocated when None; P is none of them.
 
     Raises:
-        ValueError: sizes that do not agree; sink + local > K > 0.
+        ValueError: sizes that do not agree; sink + local > K > 0; P or buffers that share memory.
     """
     check_rule("select", top_k, sink, local, block_size)
     B, H, _ = scores.shape if scores.dim() == 3 else (0, 0, 0)
@@ -379,9 +382,9 @@ def rank_infllm(
 ) -> Selection:
     """infllm_scores, and select of these scores. On a GPU one launch, where a row's windows fit into its CTAs.
 
-    They fit up to about 128K tokens at D = 128 and InfLLM-v2's sizes, in as many rows as the device has room for at
-    once; beyond, it is the launches of both. The selection is that of the scores written, which may differ in the last
-    bits from those of infllm_scores.
+    They fit up to 72K tokens at D = 128 and InfLLM-v2's sizes, 144K at D = 64, in as many rows as the device has room
+    for at once; beyond, it is the launches of both. The selection is that of the scores written, which may differ in
+    the last bits from those of infllm_scores.
 
     Args:
         q, k1, k2, seq_lens, scale, block_size, window, ..., exact: as for infllm_scores.
@@ -390,7 +393,8 @@ def rank_infllm(
         out: buffers to write, allocated when None.
 
     Raises:
-        ValueError: sizes that do not agree, block_size or window no multiple of stride; sink + local > K > 0.
+        ValueError: sizes that do not agree, block_size or window no multiple of stride; sink + local > K > 0; P or
+            buffers that share memory.
     """
     d, sizes = Dims("rank_infllm"), (window, stride, coarse_window, coarse_stride)
     _check_infllm(d, q, k1, k2, seq_lens, scores, "scores", block_size, *sizes)

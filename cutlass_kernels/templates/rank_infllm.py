@@ -6,7 +6,7 @@ for, scores through global memory, another launch. Here a CTA asks for its share
 how many are complete: it is cut from the capacity. Only the parts of the normaliser, and the counts of the selection,
 cross CTAs, from shared memory to shared memory.
 
-Rows whose shares do not fit (beyond some 69,000 tokens with the published sizes), and more rows than the device has
+Rows whose shares do not fit (beyond 72K tokens at D = 128 with the published sizes), and more rows than the device has
 room for at once, are left to the two ops. Measured, whole steps of GLM-4 (4 KV heads), serial / delta 1.5: 4.90 / 4.74
 ms for 4.91 / 4.86 at 32K tokens; in clusters of 16, which hold 128K, 5.08 / 5.02 for 5.04 / 4.97: their shared memory
 keeps attention over P off half of the SMs.

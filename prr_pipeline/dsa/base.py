@@ -189,6 +189,10 @@ def probe(
         found.append(out[:, :, :n])
     if fault := _fault(method, *found):
         raise wrong(f"score() {fault}")
+    if fault := _ranking_fault(method, q[:1], meta, lens[:1], shape[2]):
+        raise wrong(f"rank_blocks() {fault}")
+    if fault := _rotary_fault(method, q[:1], (k_new, v_new), (k, v, meta), lens[:1]):
+        raise wrong(f"append_rotary() {fault}")
 
 
 _PROBED = 4096  # tokens at least: below the length of its windows a method may have no scores
@@ -210,6 +214,46 @@ def _fault(method: SparseMethod, first: Tensor, second: Tensor) -> str | None:
     if n := int((~free.isfinite()).sum()):
         return f"gave scores that are not finite for {n} of {free.numel()} blocks that no rule forces into A"
     return None
+
+
+def _ranking_fault(method: SparseMethod, q: Tensor, meta: Metadata, lens: Tensor, capacity: int) -> str | None:
+    """What is wrong with the ranking of a row, which must be that of the scores that it writes."""
+    n, heads = method.blocks(int(lens)), next(iter(meta.values())).shape[1]
+    P = torch.arange(min(n, method.top_k), dtype=torch.int32, device=q.device).repeat(1, heads, 1)
+    rule, found = (method.block_size, method.top_k, method.sink, method.local), []
+    for before in (float("nan"), _UNWRITTEN):
+        scores = torch.full((1, heads, capacity), before, dtype=torch.float32, device=q.device)
+        out = ck.Selection.empty(1, heads, method.top_k, q.device)
+        A = method.rank_blocks(q, meta, lens, q.shape[2] ** -0.5, scores, P, out)
+        if not (isinstance(A, tuple) and all(x is y for x, y in zip(A, out, strict=True))):
+            return "did not give back the buffers of out"
+        if not all(map(torch.equal, A, ck.select(scores, lens, *rule, P))):
+            return "gave an A, or a comparison with P, that is not that of the scores which it wrote"
+        found.append(scores[:, :, :n])
+    return _fault(method, *found)
+
+
+def _rotary_fault(
+    method: SparseMethod,
+    q: Tensor,
+    token: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor, Metadata],
+    lens: Tensor,
+) -> str | None:
+    """What is wrong with append_rotary, which must be append behind RoPE, bit for bit."""
+    angles = torch.linspace(0, 3, q.shape[2] // 2, device=q.device).repeat(1, 2)
+    turn, out, kept = (angles.cos().to(q), angles.sin().to(q), False), torch.empty_like(q), []
+    for inside in (True, False):
+        k, v, meta = cache[0].clone(), cache[1].clone(), {name: x.clone() for name, x in cache[2].items()}
+        if inside:
+            method.append_rotary(*token, k, v, meta, lens, ck.Rotary(q, *turn, out))
+        else:
+            method.append(rotate(token[0], *turn), token[1], k, v, meta, lens)
+        kept.append((k, v, *meta.values()))
+    if not torch.equal(out, rotate(q, *turn)):
+        return "left other queries in rotary.out than RoPE of q"
+    same = all(bool(((a == b) | (a.isnan() & b.isnan())).all()) for a, b in zip(*kept, strict=True))
+    return None if same else "left another key, value or metadata than append behind RoPE"
 
 
 def poison(k: Tensor, rows: int) -> Tensor:

@@ -52,7 +52,8 @@ def measure(job: Job, context: int, deltas: list[float], whole: bool) -> tuple[l
     prr_us, the whole attention phase without and with speculation; halves: whether the repair is two launches, because
     whole steps (without them: attention phases) took less; chosen and missed (blocks a KV head); serial_step_us and
     prr_step_us, whole steps. In the breakdown, predict_us is prediction alone, and predict_step_us what a step takes
-    less without it: what of it is on the critical path, in all layers.
+    less without it: what of it is on the critical path, in all layers. score_us is the method's scores by themselves,
+    which a selection that makes them itself (see SparseMethod.rank_blocks) does not launch.
     """
     times = _times(job, context)
     serial = times.serial()

@@ -83,7 +83,11 @@ def test_rows_that_a_ranking_leaves_to_two_ops():
     given = dict(head_dim=128, group=16, per_block=4, reach=1, rows=2, processors=132)
     shape_of = rank_infllm.shape_of
     assert shape_of(512, 2047, 511, **given) and shape_of(1088, 4351, 1087, **given)
-    assert shape_of(2048, 8191, 2047, **given) is None  # too long
+    assert shape_of(1152, 4607, 1151, **given) and shape_of(1156, 4623, 1155, **given) is None  # too long
+    small = given | {"head_dim": 64}
+    assert shape_of(2304, 9215, 2303, **small) and shape_of(2308, 9231, 2307, **small) is None
+    assert shape_of(64, 2047, 63, **given | {"per_block": 32, "reach": 0})
+    assert shape_of(64, 2047, 63, **given | {"per_block": 32, "reach": 1}) is None  # too many windows touch a block
     assert shape_of(512, 2047, 511, **given | {"rows": 17}) is None  # too many
     assert shape_of(512, 2049, 511, **given) is None  # windows beyond the blocks
     assert shape_of(1, 0, 0, **given) is None  # none

@@ -96,6 +96,9 @@ def refused(call: Callable[[], Any]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- the door
+_buffers = ck.Selection.empty(2, 2, 2, "cpu")
+SHARED = {"predicted": _buffers.ids[:, :, :1], "out": _buffers}
+TWICE = {"out": _buffers._replace(missed=_buffers.position)}
 TENSORS = {
     "append": ("k_new", "v_new", "k", "v", "seq_lens", "page_table"),
     "append_quest": ("k_new", "v_new", "k", "v", "kmin", "kmax", "seq_lens", "page_table"),
@@ -163,6 +166,9 @@ def test_wrong_shapes_devices_and_dtypes_are_refused_by_name(args: Args, op: str
         ("rank_infllm", {"sink": 2}, "rank_infllm: 2 sink + 1 local blocks are forced, but K is 2"),
         ("rank_infllm", {"window": 40}, "rank_infllm: block 16 and window 40, expected multiples of stride 16"),
         ("rank_infllm", {"stride": 0}, "rank_infllm: stride 0, expected at least 1"),
+        ("select", SHARED, "select: predicted and out.ids share memory, and one is written while the other is read"),
+        ("rank_infllm", SHARED, "rank_infllm: predicted and out.ids share memory, and one is written while"),
+        ("select", TWICE, "select: out.position and out.missed share memory"),
         ("repair", {"o": torch.zeros(2, 2, 2, 4, 16)}, "repair: o is (2, 2, 2, 4, 16), expected [B, H, P, 3, D]"),
         ("repair", {"lse": torch.zeros(2, 2, 5, 3)}, "repair: lse (2, 2, 5, 3) has P = 5, o has P = 2"),
         (
@@ -370,6 +376,7 @@ def test_append_with_rope_is_append_behind_rope(op: str, interleaved: bool) -> N
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
+        ({"q": (both := torch.ones(2, 6, 16)), "out": both}, "q and out share memory"),
         ({"q": torch.ones(2, 6, 8)}, "q (2, 6, 8) has D = 8, k has D = 16"),
         ({"out": torch.ones(2, 4, 16)}, "out (2, 4, 16) has Hq = 4, q has Hq = 6"),
         ({"q": torch.ones(2, 5, 16), "out": torch.ones(2, 5, 16)}, "5 query heads are no multiple of 2 KV heads"),

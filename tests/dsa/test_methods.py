@@ -14,6 +14,7 @@ import cutlass_kernels as ck
 from cutlass_kernels.reference import rotate
 from prr_pipeline import config, overrides
 from prr_pipeline.dsa.base import SparseMethod
+from prr_pipeline.dsa.infllm_v2 import InfLLMv2
 from prr_pipeline.dsa.quest import Quest
 from prr_pipeline.errors import ConfigError
 
@@ -171,7 +172,17 @@ class Plain(Quest):
         super().append(-k_new, v_new, k, v, meta, seq_lens)
 
 
-@pytest.mark.parametrize("method", [*METHODS, Plain(**SMALL)], ids=[*NAMES, "without"])
+class PlainInfLLM(InfLLMv2):
+    """Keeps other means than its class."""
+
+    def append(self, k_new, v_new, k, v, meta, seq_lens):  # type: ignore[no-untyped-def]
+        super().append(-k_new, v_new, k, v, meta, seq_lens)
+
+
+OWN = [Plain(**SMALL), PlainInfLLM(**SMALL)]
+
+
+@pytest.mark.parametrize("method", [*METHODS, *OWN], ids=[*NAMES, "own quest", "own infllm"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope_on_the_way_into_the_cache_is_rope_before_it(method: SparseMethod, interleaved: bool) -> None:
     """Whether append takes it or not."""

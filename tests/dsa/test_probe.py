@@ -117,3 +117,71 @@ def test_the_shipped_methods_pass_in_all_their_settings(
     local = data.draw(st.integers(1, top_k))
     sink = data.draw(st.integers(0, top_k - local))
     probe(kind(block_size=block, top_k=top_k, sink=sink, local=local, dense_len=0), 4, 2, 16, dtype, "cpu")  # type: ignore[call-arg]
+
+
+class Ranked(InfLLMv2):
+    """A ranking of its own."""
+
+    how = "other"
+
+    def rank_blocks(self, q: Tensor, meta: Any, seq_lens: Tensor, scale: float, scores: Tensor, *rest: Any) -> Any:
+        P, out = rest
+        if self.how == "copies":
+            return super().rank_blocks(q, meta, seq_lens, scale, scores, P)
+        if self.how == "unwritten":
+            return super().rank_blocks(q, meta, seq_lens, scale, torch.empty_like(scores), P, out)
+        chosen = super().rank_blocks(q, meta, seq_lens, scale, scores, P if self.how == "right" else None, out)
+        if self.how == "other":
+            scores.neg_()
+        return chosen
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("copies", "rank_blocks() did not give back the buffers of out"),
+        ("unwritten", "rank_blocks() gave an A, or a comparison with P, that is not that of the scores which it wrote"),
+        ("other", "rank_blocks() gave an A, or a comparison with P, that is not that of the scores which it wrote"),
+        ("nothing", "rank_blocks() gave an A, or a comparison with P, that is not that of the scores which it wrote"),
+        ("right", None),
+    ],
+)
+def test_a_ranking_of_a_methods_own_is_held_against_its_scores(how: str, expected: str | None) -> None:
+    method = Ranked(top_k=48)
+    method.how = how
+    if expected is None:
+        probe(method, 4, 2, 16, torch.float32, "cpu")
+    else:
+        assert expected in refused(method) and "Ranked (dsa=infllm_v2): " in refused(method)
+
+
+class Turned(Quest):
+    """An append with RoPE of its own."""
+
+    what = ""
+
+    def append_rotary(self, k_new: Tensor, v_new: Tensor, *cache: Any) -> None:
+        *rest, rotary = cache
+        super().append_rotary(k_new if self.what != "key" else -k_new, v_new, *rest, rotary)
+        if self.what == "queries":
+            rotary.out.copy_(rotary.q)
+        if self.what == "metadata":
+            rest[2]["kmin"].nan_to_num_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("queries", "append_rotary() left other queries in rotary.out than RoPE of q"),
+        ("key", "append_rotary() left another key, value or metadata than append behind RoPE"),
+        ("metadata", "append_rotary() left another key, value or metadata than append behind RoPE"),
+        ("", None),
+    ],
+)
+def test_an_append_with_rope_is_held_against_append_behind_rope(what: str, expected: str | None) -> None:
+    method = Turned(top_k=8)
+    method.what = what
+    if expected is None:
+        probe(method, 4, 2, 16, torch.float32, "cpu")
+    else:
+        assert expected in refused(method)

@@ -7,7 +7,7 @@ against each other: every exact mode yields the bits of serial.
 
 import hashlib
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -146,6 +146,7 @@ def test_the_scores_stand_right_in_front_of_attention_over_p(repair: str, monkey
 
         def call(*args: Any, **named: Any) -> Any:
             calls.append(op)
+            assert op != "attend" or bool(named.get("beside")) is (calls[-2:-1] == ["select"]), "beside the selection"
             return inner(*args, **named)
 
         monkeypatch.setattr(ck, op, call)
@@ -306,6 +307,26 @@ def test_synthetic_keys_are_not_rotated(halves: None) -> None:
         decoder = graphs.decoder(start, mode("prr"), THETAS)
         found.append(told(list(decoder.generate(Sampler(0, 1, 0, "x"), ROOM, set()))))
     assert found[0] == found[1]
+
+
+class Reversed(InfLLMv2):
+    """Ranks by scores of its own, in which the least are the highest."""
+
+    def rank_blocks(self, q, meta, seq_lens, scale, scores, predicted=None, out=None):  # type: ignore[no-untyped-def]
+        self.score(q, meta, seq_lens, scale, scores)
+        scores.neg_()[scores.isposinf()] = -torch.inf
+        rule = self.block_size, self.top_k, self.sink, self.local
+        return ck.select(scores, seq_lens, *rule, predicted, out)
+
+
+def test_all_decoders_rank_by_the_methods_own_ranking() -> None:
+    plain = METHODS["infllm_v2"]
+    method = Reversed(**{f.name: getattr(plain, f.name) for f in fields(plain)})
+    found = []
+    for one in (build(tiny("llama"), method), engine(tiny("llama"), method), engine(tiny("llama"), plain)):
+        start = one.prefill(prompt(70), ROOM)
+        found.append(told(list(one.decoder(start, mode("prr"), THETAS).generate(Sampler(0, 1, 0, "x"), ROOM, set()))))
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize("plan", [Plan(False), Plan(True), Plan(True, 9)])
