@@ -40,6 +40,8 @@ def run(cfg: DictConfig) -> None:
     job = Job(cfg)
     try:
         job.check()
+        _set_up(job)
+        _make_samples(job)
         with locked(job.root):
             _stages(job)
     except OSError as error:
@@ -51,16 +53,38 @@ def run(cfg: DictConfig) -> None:
         job.close()
 
 
-def _stages(job: Job) -> None:
+def _set_up(job: Job) -> None:
+    """Threads, device and seed of this process; samples may draw from the seed."""
     from lightning.fabric import Fabric  # takes seconds: after all that can fail at once
 
-    cfg = job.cfg
     if job.runtime.threads is not None:
         torch.set_num_threads(job.runtime.threads)
     ck.debug(job.runtime.debug_checks)
     fabric = Fabric(accelerator=job.device if job.runs_model else "cpu", devices=1)
     fabric.launch()
-    fabric.seed_everything(cfg.seed, verbose=False)
+    fabric.seed_everything(job.cfg.seed, verbose=False)
+
+
+def _make_samples(job: Job) -> None:
+    """Make the samples, if a stage will read them: wrong ones end a job before it has a folder or a tracked run.
+
+    Raises:
+        ConfigError, MissingInput: see Job.prompts.
+    """
+    reading = [s for s in job.cfg.stages if job.reads_samples(s)]
+    if any(job.cfg.force or not _is_done(job, s) for s in reading):
+        job.prompts()
+
+
+def _is_done(job: Job, stage: str) -> bool:
+    """Whether a stage will be skipped; looks only."""
+    folder = job.folder(stage)
+    manifest = folder.load()
+    return manifest is not None and not job.refused(folder, manifest)
+
+
+def _stages(job: Job) -> None:
+    cfg = job.cfg
     log.info(
         "job %s: %s x %s x %s, %s", cfg.experiment, job.model_cfg.name, job.method.name, job.benchmark.name, job.root
     )

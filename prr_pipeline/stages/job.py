@@ -125,6 +125,11 @@ class Job:
             load.check(self.model_cfg, self.device)
         self._check_baselines()
 
+    @staticmethod
+    def reads_samples(stage: str) -> bool:
+        """Whether a stage reads the benchmark's samples."""
+        return "benchmark" in _READS[stage]
+
     @property
     def runs_model(self) -> bool:
         """Whether any of the stages does; evaluate alone needs no model and no GPU."""
@@ -252,10 +257,8 @@ class Job:
     def loaded(self) -> load.LoadedModel:
         """The model, its tokenizer and shape; the one of the job before in this process, if it is the same.
 
-        What is wrong with samples or with the method is said before it is loaded.
+        What is wrong with the method is said before it is loaded.
         """
-        if not {"calibrate", "decode"}.isdisjoint(self.cfg.stages):
-            self.prompts()
         stated = sizes.stated_sizes(self.model_cfg)
         if stated is not None:
             self._probe(*stated)

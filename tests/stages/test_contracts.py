@@ -17,6 +17,7 @@ from prr_pipeline.errors import ConfigError
 from prr_pipeline.models import load
 from prr_pipeline.prr.predictor import EmaPredictor
 from prr_pipeline.stages import job
+from prr_pipeline.tracking.tracker import NoTracker
 
 Words = tuple[str, ...]
 SHORT = (
@@ -257,6 +258,7 @@ def test_a_text_that_cannot_do_is_refused_before_the_model_is_loaded(
 ) -> None:
     (run.output / "book.txt").write_bytes(data)
     assert expected in run.refused(*short, f"stages={stages}", kind=ConfigError)
+    assert not run.root(*short).exists(), "a folder of nothing, which a report over the experiment would name"
 
 
 @pytest.mark.parametrize("stages", ["[calibrate]", "[profile,calibrate,decode]"])
@@ -265,6 +267,33 @@ def test_a_length_that_no_task_fits_is_refused_before_the_model_is_loaded(
 ) -> None:
     text = run.refused(*TINY, "benchmark.length=300", f"stages={stages}", kind=ConfigError)
     assert text.startswith("benchmark=ruler: task vt does not fit in length=300 tokens, 30 of them for the answer.")
+    assert not run.root(*TINY, "benchmark.length=300").exists()
+
+
+def test_wrong_samples_keep_what_force_would_have_deleted(run: Runner, short: Words) -> None:
+    words = (*short, "benchmark.num_samples=1", "force=true")
+    root = run(*words)
+    before = status(root)
+    (run.output / "book.txt").write_text("a few words")
+    assert "Pass a longer file" in run.refused(*words, kind=ConfigError)
+    assert (root / "decode" / "manifest.json").exists() and status(root) == before
+
+
+def test_samples_are_made_for_stages_that_will_read_them_alone(
+    run: Runner, short: Words, no_plots: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (*short, "benchmark.num_samples=1")
+    root = run(*words)
+    with monkeypatch.context() as unread:
+        unread.setattr(job, "check_sample", lambda *_: pytest.fail("a sample was made"))
+        run(*words)
+        run(*words, "stages=[evaluate]")
+        run(*words, "stages=[calibrate,profile,decode,evaluate]")
+    (root / "decode" / "manifest.json").unlink()
+    monkeypatch.setattr(job, "check_sample", lambda *_: (_ for _ in ()).throw(ConfigError("a wrong sample")))
+    tracked: list[str] = []
+    monkeypatch.setattr(NoTracker, "run", lambda _, stage, *__: tracked.append(stage))
+    assert run.refused(*words, kind=ConfigError) == "a wrong sample" and tracked == []
 
 
 def test_a_profile_alone_reads_no_sample(run: Runner, short: Words, monkeypatch: pytest.MonkeyPatch) -> None:
