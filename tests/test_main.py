@@ -79,15 +79,11 @@ def test_a_sweep_goes_on_after_a_job_that_fails(tmp_path: Path) -> None:
     assert said.count("of 9 of 420 tokens. Pass a longer file") == 2 and "Traceback" not in said, (
         "a user's mistake needs no stack"
     )
-    found = sorted(
-        (json.loads(p.read_text()) | {"root": p.parent} for p in tmp_path.glob("runs/default/*/status.json")),
-        key=lambda s: s["state"],
-    )
-    assert [(s["stage"], s["state"]) for s in found] == [("decode", "done"), ("calibrate", "failed")]
-    assert found[1]["error"].startswith("ConfigError: benchmark=text:")
-    assert found[1]["traceback"].startswith("Traceback (most recent call last):")
+    (found,) = (json.loads(p.read_text()) for p in tmp_path.glob("runs/default/*/status.json"))
+    assert (found["stage"], found["state"]) == ("decode", "done")
+    assert len(list(tmp_path.glob("runs/default/*"))) == 1, "the first job has no folder"
     runs = list(tmp_path.glob("runs/default/*/*/wandb/offline-run-*"))
-    assert len(runs) == 3 and len({r.name.rsplit("-", 1)[1] for r in runs}) == 3, "one run a stage and job"
+    assert len(runs) == 2 and len({r.name.rsplit("-", 1)[1] for r in runs}) == 2, "one run a stage"
     logs = sorted(tmp_path.glob("runs/logs/*/*-sweep/*/prr_pipeline.log"))
     assert [("failed" in p.read_text() or "ERROR" in p.read_text()) for p in logs] == [True, False]
 
