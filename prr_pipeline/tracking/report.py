@@ -15,7 +15,7 @@ is not finished is named on stderr and left out.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,11 @@ from prr_pipeline.tracking.tracker import has_key
 _METRICS = ("score", "ms_per_token")
 _ROW = {"model", "dsa", "benchmark", "task", "mode"}  # what tables name a row by
 _REDO = redo("evaluate")
+_NAME = ".name"  # how the key of an option's name ends
+_IN_TABLE = ("experiment", *(f"{group}{_NAME}" for group in ("model", "dsa", "benchmark")))  # or in the job's label
+_TOLD = ("benchmark.length",)  # also of different options: no name says how long the contexts are
+
+Leaves = dict[str, Any]
 
 
 def load_job(folder: Path) -> dict[str, Any]:
@@ -115,17 +120,51 @@ def load_finished(folders: Sequence[Path], program: str = "report") -> list[dict
 
 
 def joint(jobs: Sequence[dict[str, Any]]) -> str:
-    """One table over all jobs, after a list of them with the options in which they differ."""
+    """One table over all jobs, after a list of them with the options in which they differ; both ordered by these."""
     options = [_leaves(job["config"]) for job in jobs]
-    differ = [key for key in dict.fromkeys(k for o in options for k in o) if len({o.get(key) for o in options}) > 1]
-    lines = []
-    for number, (job, own) in enumerate(zip(jobs, options, strict=True), 1):
-        what = [f"{key}={own[key]}" for key in differ if key in own]
-        lines.append(
-            f"- job {number}: {job['group']}: {tables.pair_label(job['rows'][0])}{''.join(f', {w}' for w in what)}"
-        )
-    table = tables.joint({str(number): job["rows"] for number, job in enumerate(jobs, 1)})
+    named = [key for key in _differing(options, {}) if key.endswith(_NAME)]
+    told = [*named, *_differing(options, {key.removesuffix(_NAME): key for key in named})]
+
+    def order(one: tuple[dict[str, Any], Leaves]) -> tuple[Any, ...]:
+        return tables.pair_label(one[0]["rows"][0]), [_rank(one[1].get(key)) for key in told]
+
+    ordered = sorted(zip(jobs, options, strict=True), key=order)
+    lines = [f"- job {n}: {_line(job, own, told)}" for n, (job, own) in enumerate(ordered, 1)]
+    table = tables.joint({str(n): job["rows"] for n, (job, _) in enumerate(ordered, 1)})
     return "\n".join(lines) + f"\n\n{table}"
+
+
+def _differing(options: Sequence[Leaves], named: Mapping[str, str]) -> list[str]:
+    """Keys whose values differ between jobs.
+
+    Args:
+        options: of each job.
+        named: groups of which the jobs took several options, each with the key of the option's name. A key of theirs
+            counts if jobs of one and the same option differ in it; else the name says it.
+    """
+
+    def differs(key: str) -> bool:
+        name = "" if key in _TOLD else named.get(key.split(".")[0], "")
+        values: dict[Any, set[str]] = {}
+        for own in options:
+            values.setdefault(own.get(name), set()).add(json.dumps(own.get(key)))
+        return max(map(len, values.values())) > 1
+
+    return [key for key in dict.fromkeys(k for own in options for k in own) if differs(key)]
+
+
+def _line(job: dict[str, Any], own: Leaves, told: Sequence[str]) -> str:
+    """A job's group, model and method, and what tells it from others; names that the table has too are left out."""
+    shown = {key.removesuffix(_NAME): own.get(key) for key in told if key not in _IN_TABLE}
+    what = [f"{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in shown.items() if v is not None]
+    return ", ".join([f"{job['group']}: {tables.pair_label(job['rows'][0])}", *what])
+
+
+def _rank(value: Any) -> tuple[int, float, str]:
+    """Where a value comes among others: none first, then numbers as such, then texts."""
+    if isinstance(value, int | float):
+        return 1, value, ""
+    return (0, 0, "") if value is None else (2, 0, str(value))
 
 
 def beside_paper(jobs: Sequence[dict[str, Any]]) -> str:
@@ -138,10 +177,10 @@ def beside_paper(jobs: Sequence[dict[str, Any]]) -> str:
     return paper_tables(*renamed)
 
 
-def _leaves(config: Any, at: str = "") -> dict[str, str]:
-    """Values of a nested configuration as text, by their paths."""
+def _leaves(config: Any, at: str = "") -> Leaves:
+    """Values of a nested configuration, by their paths."""
     if not isinstance(config, dict):
-        return {at: json.dumps(config)}
+        return {at: config}
     return {k: v for key, value in config.items() for k, v in _leaves(value, f"{at}.{key}" if at else key).items()}
 
 

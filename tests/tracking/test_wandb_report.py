@@ -64,6 +64,58 @@ def test_a_table_over_jobs_names_what_differs_and_keeps_each_job_s_own_serial(tm
     assert len(cells) == 8
 
 
+def listed(tmp_path, capsys, *jobs):
+    """The list of jobs that --table prints: what it says of each behind its pair, which is `model x method` alone."""
+    for number, config in enumerate(jobs):
+        names = {group: config.get(group, {}).get("name", group[0]) for group in ("model", "dsa", "benchmark")}
+        rows = [names | {"task": "vt", "mode": mode} for mode in ("serial", "prr")]
+        finished(tmp_path / "s" / f"h{number}", {"experiment": "s"} | config, {"evaluate/results.json": {"rows": rows}})
+    assert report.main([*map(str, sorted((tmp_path / "s").iterdir())), "--table"]) == 0
+    said = [line.split(": ", 2) for line in capsys.readouterr().out.split("\n\n")[0].splitlines()]
+    assert [first for first, *_ in said] == [f"- job {n}" for n in range(1, len(jobs) + 1)]
+    return [f"{group[2:]}: {what}" for _, group, what in said]
+
+
+def test_jobs_of_a_sweep_are_ordered_by_pair_and_by_numbers_as_such(tmp_path, capsys):
+    jobs = [{"dsa": {"name": "quest"}, "budget": {"delta": delta}} for delta in (10.0, 2, None, 1.5)]
+    jobs.append({"dsa": {"name": "infllm_v2"}, "budget": {"delta": 9.0}})
+    assert listed(tmp_path, capsys, *jobs) == [
+        "h4: m x infllm_v2, budget.delta=9.0",
+        "h2: m x quest",
+        "h3: m x quest, budget.delta=1.5",
+        "h1: m x quest, budget.delta=2",
+        "h0: m x quest, budget.delta=10.0",
+    ]
+
+
+def test_what_an_option_s_name_says_is_not_said_key_by_key(tmp_path, capsys):
+    ruler = {"_target_": "b.Ruler", "name": "ruler", "tasks": ["vt"], "haystack": None}
+    locality = {"_target_": "b.Locality", "name": "locality", "drift": 0.33}
+    quest, infllm = ({"_target_": f"d.{n}", "name": n, "top_k": k} for n, k in (("quest", 9), ("infllm_v2", 8)))
+    fixed = {"_target_": "b.Fixed", "name": "fixed", "delta": 1.5}
+    off = {"_target_": "b.Off", "name": "off"}
+    jobs = [
+        {"benchmark": ruler | {"length": 2048}, "dsa": quest, "budget": off},
+        {"benchmark": ruler | {"length": 2048}, "dsa": quest, "budget": fixed, "runtime": {"repair": "union"}},
+        {"benchmark": ruler | {"length": 2048}, "dsa": quest, "budget": fixed | {"delta": 2.0}},
+        {"benchmark": locality | {"length": 4096}, "dsa": infllm, "budget": fixed},
+    ]
+    assert listed(tmp_path, capsys, *jobs) == [
+        "h3: m x infllm_v2, budget=fixed, benchmark.length=4096, budget.delta=1.5",
+        "h1: m x quest, budget=fixed, benchmark.length=2048, budget.delta=1.5, runtime.repair=union",
+        "h2: m x quest, budget=fixed, benchmark.length=2048, budget.delta=2.0",
+        "h0: m x quest, budget=off, benchmark.length=2048",
+    ]
+
+
+def test_another_class_under_the_same_name_is_said(tmp_path, capsys):
+    jobs = [{"dsa": {"_target_": f"{m}.Quest", "name": "quest"}, "seed": 0} for m in ("theirs", "mine")]
+    assert listed(tmp_path, capsys, *jobs) == [
+        "h1: m x quest, dsa._target_=mine.Quest",
+        "h0: m x quest, dsa._target_=theirs.Quest",
+    ]
+
+
 def test_the_paper_s_tables_over_jobs_have_a_line_a_pair_and_a_column_a_context(tmp_path, capsys):
     of = {"weights": "random", "size": "true", "device": "gpu", "benchmark": "locality", "task": "locality"}
     of |= {"queries": "synthetic", "budget_tokens": 64, "seed": 7, "steps": 9, "delta": 1.5}
