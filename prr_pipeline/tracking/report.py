@@ -220,6 +220,40 @@ def _panels(wr: Any, rows: list[dict[str, Any]]) -> list[Any]:
     return [*panels, wr.MediaBrowser(media_keys=["breakdown", "overlap", "hit_rate", "layers", "latency", "layer"])]
 
 
+def sections(blocks: Sequence[Any]) -> list[str]:
+    """What a report's blocks hold, a line each: headings as they are, columns of tables, titles of panels.
+
+    Args:
+        blocks: of `build`'s report.
+    """
+    return [line for block in blocks for line in _section(block)]
+
+
+def _section(block: Any) -> list[str]:
+    kind = type(block).__name__
+    if kind == "H1":
+        return ["", f"# {block.text}"]
+    if kind == "P":
+        return [f"  {block.text}"]
+    if kind == "MarkdownBlock":
+        return _outline(block.text)
+    if kind == "PanelGrid":
+        plots = [key for panel in block.panels for key in getattr(panel, "media_keys", ())]
+        charts = [title for panel in block.panels if (title := getattr(panel, "title", None))]
+        return [*(f"  bar chart: {title}" for title in charts), f"  plots that there are of: {', '.join(plots)}"]
+    return ["  table of contents"] if kind == "TableOfContents" else [f"  {kind}"]
+
+
+def _outline(markdown: str) -> list[str]:
+    """Headings, and a table's columns, of a text of `evaluate`."""
+    lines = markdown.splitlines()
+    found = [f"  {line}" if line.startswith("#") else "" for line in lines]
+    for i, line in enumerate(lines[1:]):
+        if line.startswith("| ---"):
+            found[i] = f"  table: {lines[i].strip('| ')}"
+    return [line for line in found if line] or ["  text"]
+
+
 def _save(report: Any) -> None:
     """Send a report; raises MissingInput for whatever W&B refuses, a login that is not there first of all."""
     without = "Without W&B, --table prints the jobs' tables and --dry-run lists the report's sections"
@@ -256,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         report = build(jobs, args.project, args.entity, args.title)
         if args.dry_run:
-            print("\n".join(type(block).__name__ for block in report.blocks))
+            print("\n".join([f"report: {report.title}", *sections(report.blocks)]))
         else:
             _save(report)
             print(report.url)

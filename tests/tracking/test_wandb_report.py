@@ -32,9 +32,25 @@ def test_a_section_shows_the_table_and_the_runs_of_the_job(job):
     assert [m.name for m in bars[2].metrics] == ["vt/serial/score", "vt/prr/score"]
 
 
-def test_dry_run_lists_sections(job, capsys):
-    assert report.main([str(job), "--dry-run"]) == 0
-    assert capsys.readouterr().out.split() == ["TableOfContents", "H1", "P", "MarkdownBlock", "PanelGrid"]
+def test_dry_run_lists_headings_and_what_is_under_them(job, capsys):
+    table = "| mode | score % |\n| --- | ---: |"
+    (job / "evaluate/results.md").write_text(f"## m x quest\n\n### ruler/vt [a]\n\n{table}\n\n[a] a note\n")
+    (job / "evaluate/paper.md").write_text("no heading")
+    seal(job)
+    assert report.main([str(job), "--dry-run", "--title", "Mine"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "report: Mine",
+        "  table of contents",
+        "",
+        "# smollm2_quest-0123456789ab",
+        "  seed 7, repair exact, budget fixed",
+        "  ## m x quest",
+        "  ### ruler/vt [a]",
+        "  table: mode | score %",
+        "  text",
+        *(f"  bar chart: {task}: {metric}" for task in ("niah", "vt") for metric in ("score", "ms_per_token")),
+        "  plots that there are of: breakdown, overlap, hit_rate, layers, latency, layer",
+    ]
 
 
 def test_a_table_over_jobs_names_what_differs_and_keeps_each_job_s_own_serial(tmp_path, capsys, monkeypatch):
