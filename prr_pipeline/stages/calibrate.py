@@ -34,8 +34,9 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
             hit = _mean([x["hit"] for x in row["layers"]])
             bar.update(tokens=row["prompt_tokens"], seconds=time.perf_counter() - start, hit_rate=hit)
     for row in done.values():
+        of = {"id": row["id"], "task": row["task"]}
         for point in row["locality"]:
-            run.log({f"hit/{point['predictor']}/delta_{point['delta']}": point["hit_dynamic"]})
+            run.log({f"hit/{point['predictor']}/delta_{point['delta']}": point["hit_dynamic"]}, of=of)
     folder.finish(job.device_name(), {}, [records.path], {"objective": job.predictor.objective})
 
 

@@ -49,7 +49,7 @@ def run(job: Job, folder: StageFolder, run: Any) -> None:
             for fault in unequal(rows):
                 log.error("exact repair is not serial in sample %s", fault)
             for row in rows:
-                run.log(_scalars(row))
+                run.log(_scalars(row), of={key: row[key] for key in ("id", "task", "mode")})
     if "evaluate" not in job.cfg.stages:
         refuse_unequal(records, job.own_method)
     folder.finish(job.device_name(), inputs, [records.path], {"model": job.loaded.description, "modes": job.modes})

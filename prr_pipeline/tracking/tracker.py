@@ -41,8 +41,11 @@ class Run(Protocol):
 
     sync_command: str | None
 
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Record values (None ones are dropped) at a step; steps may come in any order."""
+    def log(self, values: Mapping[str, Any], step: int | None = None, of: Mapping[str, Any] | None = None) -> None:
+        """Record values (None ones are dropped) at a step; steps may come in any order.
+
+        of: what the values are of, such as the id of a sample; W&B, which would draw these as curves, is not given it.
+        """
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Record the final values of the run."""
@@ -62,7 +65,7 @@ class NullRun:
 
     sync_command: str | None = None
 
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, of: Mapping[str, Any] | None = None) -> None:
         """Drop the values."""
 
     def summary(self, values: Mapping[str, Any]) -> None:
@@ -88,9 +91,9 @@ class LocalRun(NullRun):
         """Write into the folder, which is made at the first value."""
         self.path = folder / "metrics.jsonl"
 
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Append one line: the step, if any, and the values."""
-        self._append(({} if step is None else {"step": step}) | _present(values))
+    def log(self, values: Mapping[str, Any], step: int | None = None, of: Mapping[str, Any] | None = None) -> None:
+        """Append one line: the step, if any, what the values are of, and the values."""
+        self._append(({} if step is None else {"step": step}) | _present(of or {}) | _present(values))
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Append one line: {"summary": values}."""
@@ -117,11 +120,11 @@ class WandbRun:
         # Steps are an ordinary value with an axis: W&B drops values whose built-in step goes back.
         self._try("define_metric", lambda: run.define_metric("*", step_metric="step"))
 
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, of: Mapping[str, Any] | None = None) -> None:
         """See Run."""
         record = ({} if step is None else {"step": step}) | _present(values)
         if not self._try("log", lambda: self._run.log(record)):
-            self._local.log(values, step)
+            self._local.log(values, step, of)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """See Run."""

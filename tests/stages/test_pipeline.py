@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from jobs import TINY, Compose, Runner, manifest, results, samples, status, without_times
 
+from prr_pipeline import pipeline
 from prr_pipeline.config import MODES
 from prr_pipeline.stages import profile
 from prr_pipeline.stages.job import Job
@@ -232,6 +233,20 @@ def test_a_profiled_budget_is_what_the_profile_says(
     assert (prr["delta"], prr["logits_equal_serial"]) == (delta, 1.0)
     assert (prr["hit_rate_all"] is None) == (delta == 0), "what was not predicted was not missed"
     assert manifest(root, "decode")["inputs"].keys() == {"calibrate", "profile"}
+
+
+def test_local_lines_say_of_which_sample_and_mode_they_are(run: Runner, short: Any) -> None:
+    cfg = run.cfg(*short, "benchmark.num_samples=2", "stages=[calibrate,decode]")
+    cfg.tracker = {"_target_": "prr_pipeline.tracking.tracker.LocalTracker"}
+    pipeline.run(cfg)
+    root, ids = Job(cfg).root, ["text-420-0000", "text-420-0001"]
+    calibrate, decode = (
+        [json.loads(line) for line in (root / stage / "metrics.jsonl").read_text().splitlines()]
+        for stage in ("calibrate", "decode")
+    )
+    assert [line["id"] for line in calibrate] == [ids[0]] * 9 + [ids[1]] * 9
+    assert [(x["id"], x["task"], x["mode"]) for x in decode] == [(i, "text", m) for i in ids for m in ("serial", "prr")]
+    assert all(f"text/{line['mode']}/ms_per_token" in line for line in decode)
 
 
 def test_text_decodes_by_default_and_is_not_scored(run: Runner, tmp_path: Path, no_plots: None) -> None:

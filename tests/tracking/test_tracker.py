@@ -206,6 +206,22 @@ def test_online_without_a_key_goes_offline(tmp_path, monkeypatch, caplog):
     assert tracker.mode == "offline"
 
 
+def test_a_line_says_what_it_is_of_and_wandb_is_not_told(tmp_path):
+    of = {"id": "a-sample", "layer": 3, "absent": None}
+    with LocalTracker().run("decode", "g", {}, tmp_path / "local") as run:
+        run.log({"hit": 0.5}, of=of)
+        run.log({"hit": 0.6}, step=2, of=of)
+    with WandbTracker().run("decode", "g", {}, tmp_path) as run:
+        run.log({"hit": 0.5}, of=of)
+        run.log({"bad": object()}, of=of)  # W&B refuses it
+    assert (tmp_path / "local" / "metrics.jsonl").read_text().splitlines() == [
+        '{"id": "a-sample", "layer": 3, "hit": 0.5}',
+        '{"step": 2, "id": "a-sample", "layer": 3, "hit": 0.6}',
+    ]
+    assert (tmp_path / "metrics.jsonl").read_text().startswith('{"id": "a-sample", "layer": 3, "bad": "<object')
+    assert b"a-sample" not in content(tmp_path, b"hit")
+
+
 def test_a_wrong_mode_names_the_near_one():
     with pytest.raises(ConfigError) as caught:
         WandbTracker(mode="ofline").check()
