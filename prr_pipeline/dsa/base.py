@@ -189,7 +189,7 @@ def probe(
         found.append(out[:, :, :n])
     if fault := _fault(method, *found):
         raise wrong(f"score() {fault}")
-    if fault := _ranking_fault(method, q[:1], meta, lens[:1], shape[2]):
+    if fault := _ranking_fault(method, q[:1], meta, lens[:1], kv_heads, shape[2]):
         raise wrong(f"rank_blocks() {fault}")
     if fault := _rotary_fault(method, q[:1], (k_new, v_new), (k, v, meta), lens[:1]):
         raise wrong(f"append_rotary() {fault}")
@@ -216,9 +216,11 @@ def _fault(method: SparseMethod, first: Tensor, second: Tensor) -> str | None:
     return None
 
 
-def _ranking_fault(method: SparseMethod, q: Tensor, meta: Metadata, lens: Tensor, capacity: int) -> str | None:
+def _ranking_fault(
+    method: SparseMethod, q: Tensor, meta: Metadata, lens: Tensor, heads: int, capacity: int
+) -> str | None:
     """What is wrong with the ranking of a row, which must be that of the scores that it writes."""
-    n, heads = method.blocks(int(lens)), next(iter(meta.values())).shape[1]
+    n = method.blocks(int(lens))
     P = torch.arange(min(n, method.top_k), dtype=torch.int32, device=q.device).repeat(1, heads, 1)
     rule, found = (method.block_size, method.top_k, method.sink, method.local), []
     for before in (float("nan"), _UNWRITTEN):

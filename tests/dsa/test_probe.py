@@ -185,3 +185,26 @@ def test_an_append_with_rope_is_held_against_append_behind_rope(what: str, expec
         probe(method, 4, 2, 16, torch.float32, "cpu")
     else:
         assert expected in refused(method)
+
+
+class Flat(Quest):
+    """Its metadata has axes of its own."""
+
+    def metadata(self, k: Tensor) -> Any:
+        return {name: x.flatten(0, 2) for name, x in super().metadata(k).items()}
+
+    def append(self, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, meta: Any, seq_lens: Tensor) -> None:
+        super().append(k_new, v_new, k, v, self.folded(meta, k.shape[1]), seq_lens)
+
+    def rebuild(self, k: Tensor, meta: Any, tokens: int) -> None:
+        super().rebuild(k, self.folded(meta, k.shape[1]), tokens)
+
+    def score(self, q: Tensor, meta: Any, seq_lens: Tensor, scale: float, out: Tensor) -> None:
+        super().score(q, self.folded(meta, out.shape[1]), seq_lens, scale, out)
+
+    def folded(self, meta: Any, heads: int) -> Any:
+        return {name: x.view(1, heads, -1, x.shape[1]) for name, x in meta.items()}
+
+
+def test_metadata_may_have_any_shape() -> None:
+    probe(Flat(top_k=8), 4, 2, 16, torch.float32, "cpu")
