@@ -68,7 +68,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((both.to(x.dtype), rest), -1)
 
 
-def _rotated(
+def rotated(
     k_new: Tensor, q: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool, q_out: Tensor | None
 ) -> Tensor:
     """The new keys as they are kept; where RoPE is left to append, it is done here, to the queries, too."""
@@ -92,7 +92,7 @@ def append(
     q_out: Tensor | None,
 ) -> None:
     """Write the newest token (position seq_lens - 1) into its block; a row of length 0 is left alone."""
-    _write(_rotated(k_new, q, cos, sin, interleaved, q_out), v_new, k, v, seq_lens, page_table)
+    _write(rotated(k_new, q, cos, sin, interleaved, q_out), v_new, k, v, seq_lens, page_table)
 
 
 def _write(k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor, page_table: Tensor | None) -> None:
@@ -122,7 +122,7 @@ def append_quest(
     q_out: Tensor | None,
 ) -> None:
     """append, and the channel-wise extrema of the block; its first token starts them anew."""
-    k_new = _rotated(k_new, q, cos, sin, interleaved, q_out)
+    k_new = rotated(k_new, q, cos, sin, interleaved, q_out)
     _write(k_new, v_new, k, v, seq_lens, page_table)
     rows = (seq_lens > 0).nonzero()[:, 0]
     position = seq_lens[rows].long() - 1
@@ -152,7 +152,7 @@ def append_infllm(
     q_out: Tensor | None,
 ) -> None:
     """append, and the mean of each window of keys that this token completes."""
-    _write(_rotated(k_new, q, cos, sin, interleaved, q_out), v_new, k, v, seq_lens, page_table)
+    _write(rotated(k_new, q, cos, sin, interleaved, q_out), v_new, k, v, seq_lens, page_table)
     for b, n in enumerate(seq_lens.tolist()):
         for means, size, step in ((k1, window, stride), (k2, coarse_window, coarse_stride)):
             if n >= size and (n - size) % step == 0:

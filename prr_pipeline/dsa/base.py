@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import cutlass_kernels as ck
-from cutlass_kernels.reference import rotate
+from cutlass_kernels.reference import rotate, rotated
 from prr_pipeline.errors import ConfigError
 
 Metadata = dict[str, Tensor]
@@ -93,9 +93,7 @@ class SparseMethod(ABC):
 
         A method whose op does both may have its own, of the same bits.
         """
-        turn = rotary.cos, rotary.sin, rotary.interleaved
-        rotary.out.copy_(rotate(rotary.q, *turn))
-        self.append(rotate(k_new, *turn), v_new, k, v, meta, seq_lens)
+        self.append(rotated(k_new, *rotary), v_new, k, v, meta, seq_lens)
 
     @abstractmethod
     def rebuild(self, k: Tensor, meta: Metadata, tokens: int) -> None:

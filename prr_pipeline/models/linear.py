@@ -40,6 +40,11 @@ class RowLinear(nn.Linear):
         return row.view(*input.shape[:-1], self.out_features)
 
 
+def is_served(layer: object) -> bool:
+    """Whether it is a RowLinear whose weights the ops serve."""
+    return type(layer) is RowLinear and takeover.served(layer.weight)
+
+
 class Joint:
     """Linear layers of the same input, computed at once; afterwards the weight of each is a view of its rows here."""
 

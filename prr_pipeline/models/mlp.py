@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import cutlass_kernels as ck
-from prr_pipeline.models import takeover
-from prr_pipeline.models.linear import RowLinear, one_row
+from prr_pipeline.models.linear import RowLinear, is_served, one_row
 from prr_pipeline.models.takeover import taken_over
 
 PAIR, JOINT = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
@@ -65,9 +64,7 @@ def _is_mlp(module: Any) -> bool:
 
 def _is_plain(layer: Any) -> bool:
     """Whether it is a RowLinear that is served, and no hook of it is lost where it is not called itself."""
-    if type(layer) is not RowLinear or not takeover.served(layer.weight):
-        return False
-    return not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+    return is_served(layer) and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
 def _activation(module: Any) -> Any:

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from cutlass_kernels import reference
 from prr_pipeline.errors import ConfigError
-from prr_pipeline.models import takeover
 from prr_pipeline.models.attention import NAME, Rope, attached, attend, attention_modules
-from prr_pipeline.models.linear import RowLinear, one_row
+from prr_pipeline.models.linear import RowLinear, is_served, one_row
 from prr_pipeline.models.takeover import taken_over
 
 log = logging.getLogger(__name__)
@@ -66,11 +65,14 @@ def fast_rope(model: nn.Module) -> Callable[[], None]:
     found = []
     layers = _layers(model)
     turn = _angles(model) if layers else None
-    for module in layers if turn is not None else ():
-        interleaved = _pairs(model, module, turn)
-        if interleaved is not None:
-            module.__dict__["interleaved"] = interleaved
-            found.append(module)
+    if turn is not None:
+        watch = _Watch()
+        with attached(model, watch):
+            kinds = [_pairs(module, turn, watch) for module in layers]
+        for module, interleaved in zip(layers, kinds, strict=True):
+            if interleaved is not None:
+                module.__dict__["interleaved"] = interleaved
+                found.append(module)
     log.debug("RoPE is a part of append in %d attention layers", len(found))
     back = taken_over(found, RowAttention)
 
@@ -92,8 +94,7 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _is_plain(module: Any) -> bool:
-    projections = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    return all(type(p) is RowLinear and takeover.served(p.weight) for p in projections)
+    return all(is_served(getattr(module, name, None)) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
 
 
 def _angles(model: nn.Module) -> tuple[Tensor, Tensor] | None:
@@ -111,35 +112,46 @@ def _angles(model: nn.Module) -> tuple[Tensor, Tensor] | None:
     return (cos, sin) if twice else None
 
 
-def _pairs(model: nn.Module, module: Any, turn: Any) -> bool | None:
+class _Watch:
+    """A handler of attention that keeps what it was given, and gives what it was told to."""
+
+    answer: Tensor
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Tensor, Tensor, Tensor, float]] = []
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        self.calls.append((q, k, v, scale))
+        return self.answer.view(1, 1, q.shape[1], -1).clone()
+
+
+def _pairs(module: Any, turn: Any, watch: _Watch) -> bool | None:
     """Whether its RoPE is of interleaved pairs, from what it hands on of rows of noise; None: it is none of ours."""
     kinds = {False, True}
     for scale in (1, 16, 256):  # some clamp what is large
-        kinds &= _kinds(model, module, turn, scale)
+        kinds &= _kinds(module, turn, watch, scale)
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _kinds(model: nn.Module, module: Any, turn: Any, scale: int) -> set[bool]:
+def _kinds(module: Any, turn: Any, watch: _Watch, scale: int) -> set[bool]:
     """Of which pairs RoPE may be that a row of noise of this scale gets, if all else is as it should be."""
     generator = torch.Generator().manual_seed(scale)
     row = torch.randn(1, 1, module.q_proj.in_features, generator=generator).mul(scale).to(module.q_proj.weight)
-    answer = torch.randn(1, 1, module.o_proj.in_features, generator=generator).to(row)
-    seen: list[tuple[Any, ...]] = []
-
-    def watch(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        seen.append((q, k, v, scale))
-        return answer.view(1, 1, q.shape[1], -1).clone()
-
+    watch.answer = torch.randn(1, 1, module.o_proj.in_features, generator=generator).to(row)
+    watch.calls.clear()
     position = torch.full((1, 1), _POSITION, device=row.device)
     try:
-        with attached(model, watch):
-            result = module(row, position_embeddings=turn, attention_mask=None, position_ids=position)[0]
-        ((q, k, v, softmax_scale),) = seen
+        result = module(row, position_embeddings=turn, attention_mask=None, position_ids=position)[0]
     except Exception:  # it is called in another way
         return set()
+    if len(watch.calls) != 1:
+        return set()
+    ((q, k, v, softmax_scale),) = watch.calls
     plain = _heads(module, row)
-    same = torch.equal(v, plain[2]) and torch.equal(result, module.o_proj(answer)) and softmax_scale == module.scaling
-    return {kind for kind in (False, True) if same and all(map(_turned, (q, k), plain, (turn,) * 2, (kind,) * 2))}
+    same = torch.equal(v, plain[2]) and torch.equal(result, module.o_proj(watch.answer))
+    if not same or softmax_scale != module.scaling:
+        return set()
+    return {kind for kind in (False, True) if _turned(q, plain[0], turn, kind) and _turned(k, plain[1], turn, kind)}
 
 
 def _turned(found: Tensor, plain: Tensor, turn: Any, interleaved: bool) -> bool:
